@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,9 @@ class Told:
     """How often an adversary names the photograph of an entry among candidates, by the best of what was compared.
 
     `rate` is the rank-1 rate among `among` candidates, and `low` and `high` its 95 % interval of Clopper and Pearson,
-    over `images` photographs; chance is 1 / `among`. `by` says what was compared, and `commands` measure it again.
-    `compared` names all that was looked at, "pictures" and "releases": what was not compared may tell more.
+    over `images` photographs; chance is 1 / `among`, and `control` the highest rate of a control, over all that was
+    compared. `by` says what was compared, and `commands` measure it again. `compared` names all that was looked at,
+    "pictures" and "releases": what was not compared may tell more.
     """
 
     rate: float
@@ -97,14 +98,15 @@ class Told:
     high: float
     images: int
     among: int
+    control: float
     by: str
     commands: tuple[str, ...]
-    compared: tuple[str, ...] = ()
+    compared: tuple[str, ...]
 
     @property
-    def above_chance(self) -> bool:
-        """Return whether the interval lies above chance."""
-        return self.low > 1 / self.among
+    def above_control(self) -> bool:
+        """Return whether the interval lies above every control, and above chance: the rate is the best of several."""
+        return self.low > max(self.control, 1 / self.among)
 
 
 def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
@@ -121,32 +123,48 @@ def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
         PrivlabError: if a file has no such rows, or is of no entry of this package.
     """
     known = {(card.track, card.name) for track in TRACKS for card in defense_entries(track)}
-    found: dict[tuple[str, str], Told] = {}
-    looked: dict[tuple[str, str], set[str]] = {}
+    rows: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any]]]] = {}
     for path in sorted(folder.glob("*.json")):
-        table, _, compared = path.stem.rpartition("-")
         for row in _identified(path):
             track, _, name = str(row["case"]).partition(" ")
             if (track, name) not in known:
                 raise PrivlabError(f"'{path}' is of '{row['case']}', which is no 'TRACK ENTRY' of this package.")
-            pictures = f"{row['features']} of pictures by {row['attack']}"
-            by = pictures if compared == "pictures" else str(row["features"]).replace("release", compared)
-            commands = _identify_commands(table, compared)
-            rate, low, high = (float(row[key]) for key in ("rank_1", "low", "high"))
-            own, before = Told(rate, low, high, row["images"], row["n"], by, commands), found.get((track, name))
-            if before is None or (own.among, own.rate) > (before.among, before.rate):
-                found[track, name] = own
-            looked.setdefault((track, name), set()).add(compared)
-    return {key: replace(each, compared=tuple(sorted(looked[key]))) for key, each in found.items()}
+            rows.setdefault((track, name), []).append((path, row))
+    return {key: own for key, each in rows.items() if (own := _best(each)) is not None}
 
 
 def _identified(path: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of a file of `privlab identify --json` that are of attacks and releases, and not of controls."""
+    """Return the rows of a file of `privlab identify --json`."""
+    names = ("case", "attack", "features", "n", "rank_1", "low", "high", "images")
     try:
         rows = json.loads(read_text(path, "file of privlab identify"))["identity"]
-        return [row for row in rows if not row["attack"].startswith(CONTROL)]
+        return [{name: row[name] for name in names} for row in rows]
     except (ValueError, KeyError, TypeError):
         raise PrivlabError(f"'{path}' is not what privlab identify --json prints: it has no rows 'identity'.") from None
+
+
+def _best(rows: Sequence[tuple[Path, Mapping[str, Any]]]) -> Told | None:
+    """Return the best of what was compared for an entry, from its rows and their files; None of controls alone."""
+    most = max(row["n"] for _, row in rows)
+    able = [(path, row) for path, row in rows if row["n"] == most]
+    controls = [row["rank_1"] for _, row in able if row["attack"].startswith(CONTROL)]
+    attacks = [(path, row) for path, row in able if not row["attack"].startswith(CONTROL)]
+    if not attacks:
+        return None
+    path, row = max(attacks, key=lambda each: each[1]["rank_1"])
+    table, _, compared = path.stem.rpartition("-")
+    pictures = f"{row['features']} of pictures by {row['attack']}"
+    return Told(
+        rate=row["rank_1"],
+        low=row["low"],
+        high=row["high"],
+        images=row["images"],
+        among=most,
+        control=max(controls, default=0.0),
+        by=pictures if compared == "pictures" else row["features"].replace("release", compared),
+        commands=_identify_commands(table, compared),
+        compared=tuple(sorted({path.stem.rpartition("-")[2] for path, _ in attacks})),
+    )
 
 
 def _identify_commands(table: str, compared: str) -> tuple[str, str]:

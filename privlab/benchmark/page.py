@@ -111,7 +111,7 @@ def fragment(rows: Sequence[Standing]) -> str:
     text = (files("privlab.benchmark") / "templates" / "table.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     groups = [_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])]
-    holding = [row for row in rows if row.verdict == "holds" and row.identity and row.identity.above_chance]
+    holding = [row for row in rows if row.verdict == "holds" and row.identity and row.identity.above_control]
     return environment.from_string(text).render(
         groups=groups, number=_number, percent=_percent, first=first, count=_count(rows), holding=holding
     )

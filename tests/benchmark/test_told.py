@@ -72,17 +72,32 @@ def test_a_file_that_is_none_of_identify_is_one_line(tmp_path: Path, text: str, 
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("low", "above"), [(0.001, False), (0.002, False), (0.003, True)])
-def test_above_chance_is_an_interval_above_one_in_n(low: float, above: bool) -> None:
-    assert Told(0.04, low, 0.2, 50, 500, "x", ()).above_chance == above
+@pytest.mark.parametrize(
+    ("low", "control", "above"),
+    [(0.001, 0.0, False), (0.002, 0.0, False), (0.003, 0.0, True), (0.003, 0.02, False), (0.03, 0.02, True)],
+)
+def test_a_photograph_is_told_where_the_interval_is_above_chance_and_controls(
+    low: float, control: float, above: bool
+) -> None:
+    assert Told(0.04, low, 0.2, 50, 500, control, "x", (), ()).above_control == above
+
+
+def test_the_highest_control_of_all_that_was_compared_counts(tmp_path: Path) -> None:
+    written(tmp_path, "low-pictures", row(), row(attack="control:mean", rank_1=0.06), row(attack="control:flat"))
+    written(tmp_path, "low-releases", row(rank_1=0.3), row(attack="control:flat", rank_1=0.02))
+    (found,) = told(tmp_path).values()
+    assert (found.rate, found.control, found.compared) == (0.3, 0.1, ("pictures", "releases"))
+    written(tmp_path, "low-pictures", row(), row(attack="control:mean", rank_1=0.06), row(attack="control:mean", n=10))
+    (found,) = told(tmp_path).values()
+    assert found.control == 0.06
 
 
 def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standing: Standing) -> None:
     commands = ("privlab table low", "privlab identify runs/low")
-    found = Told(0.88, 0.757, 0.955, 50, 500, "signs of releases", commands)
+    found = Told(0.88, 0.757, 0.955, 50, 500, 0.02, "signs of releases", commands, ("releases",))
     page = fragment([replace(standing, identity=found)])
     assert "of the entries that hold, under <code>svt-privacy</code> (gradients) in 88 % among 500" in page
-    assert '<td class="n">88<br><span class="why">[76, 96]<br>of 500</span></td>' in page
+    assert '<td class="n">88<br><span class="why">[76, 96]<br>of 500; controls 2</span></td>' in page
     assert "<td>holds, the photograph is told in 88 %<br>" in page
     assert "told by: signs of releases, 50 photographs" in page
     assert page.count("privlab identify runs/low\n") == 1
