@@ -104,9 +104,9 @@ def _unexplained(source: str, share: float, of_round: float) -> str:
             "explains it. Give the weights that this client began with: low scores say nothing here."
         )
     return (
-        f"{source}: no image explains it with these settings, whatever the learning rate and the decay. Other steps, "
-        "momentum, number of images or loss than stated, weights of two models, noise, rounding, or a defense: low "
-        "scores say nothing here."
+        f"{source}: no image explains it with these settings, whatever the learning rate and the decay. Another "
+        "optimiser, other steps, momentum, number of images, normalisation or loss than stated, weights of two models, "
+        "noise, rounding, or a defense: low scores say nothing here."
     )
 
 

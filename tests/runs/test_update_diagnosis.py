@@ -57,7 +57,7 @@ def test_what_is_as_large_as_the_weights_is_of_two_models_and_what_is_not_may_be
         ),
         (
             0.01,
-            r"^files: no image explains it with these settings.*number of images or loss than stated, weights of two",
+            r"^files: no image explains it with these settings.*normalisation or loss than stated, weights of two",
         ),
     ):
         noise = {
