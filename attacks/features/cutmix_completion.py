@@ -35,7 +35,7 @@ TOLERANCES = (0.0, 0.3, 1.0, 3.0, -LEAST)
 """The most that one pixel may say against it in the first rounds of a start; starts take these by turns."""
 
 ROUNDS = 3
-"""How often every rectangle is chosen anew with the tolerance of a search, and then without one."""
+"""How often, at most, every rectangle is chosen anew with the tolerance of a start, and then without one."""
 
 _Rectangle = tuple[int, int] | None
 """The other image and the number of the rectangle that it covers; None if nothing of another image is seen."""

@@ -11,7 +11,6 @@ from typing import Any
 from privlab.base import PrivlabError, PrivlabWarning, first, read_text
 from privlab.benchmark.cards import Card, read_card
 from privlab.benchmark.results import Result, read_result
-from privlab.benchmark.tracks import TRACKS
 from privlab.evaluation import CONTROL
 
 __all__ = ["Told", "defense_entries", "entries", "entries_of", "told"]
@@ -75,12 +74,17 @@ def defense_entries(track: str, names: Sequence[str] = ()) -> list[Card]:
     Raises:
         PrivlabError: if one of the names is no entry of the track.
     """
-    cards = [read_card(path) for path in sorted((PACKAGE / "cards").glob("*.toml"))]
-    own = {card.name: card for card in cards if card.kind == "defense" and card.track == track}
+    own = {card.name: card for card in _defenses() if card.track == track}
     for name in names:
         if name not in own:
             raise PrivlabError(f"The track '{track}' has no entry '{name}'. It has {first(sorted(own), 20)}.")
     return [own[name] for name in names or own]
+
+
+def _defenses() -> list[Card]:
+    """Return the cards of this package's defenses, of all tracks."""
+    cards = [read_card(path) for path in sorted((PACKAGE / "cards").glob("*.toml"))]
+    return [card for card in cards if card.kind == "defense"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
     Raises:
         PrivlabError: if a file has no such rows, or is of no entry of this package.
     """
-    known = {(card.track, card.name) for track in TRACKS for card in defense_entries(track)}
+    known = {(card.track, card.name) for card in _defenses()}
     rows: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any]]]] = {}
     for path in sorted(folder.glob("*.json")):
         for row in _identified(path):

@@ -6,7 +6,7 @@ defense in another one could only raise it.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -97,12 +97,7 @@ def standings(results: Iterable[Result]) -> list[Standing]:
     given = [_as_its_rows_say(result) for result in results]
     attacks = [result for result in given if result.card.kind == "attack"]
     identity = told()
-    rows = [
-        replace(row, identity=identity.get((row.track, row.name)) if result.path.is_relative_to(PACKAGE) else None)
-        for result in given
-        if result.card.kind == "defense"
-        for row in [_standing(result, attacks)]
-    ]
+    rows = [_standing(result, attacks, identity) for result in given if result.card.kind == "defense"]
     ranked = rank(rows)
     return sorted(ranked, key=lambda row: (row.track, row.rank is None, row.rank or 0, row.worst_case or 0, row.name))
 
@@ -125,7 +120,7 @@ def _as_its_rows_say(result: Result) -> Result:
     return result
 
 
-def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
+def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple[str, str], Told]) -> Standing:
     card, of = result.card, result.card.of
     own = Judged.of_json(result.data["judged"])
     theirs = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
@@ -170,6 +165,7 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
         draws=int(result.data.get("draws", 1)),
         signer=result.signer,
         photograph_parts=tuple(result.data["photographs"]),
+        identity=identity.get((card.track, card.name)) if result.path.is_relative_to(PACKAGE) else None,
         listed_half=number(halves[0].mean),
         hidden_half=number(halves[1].mean),
         result=result,

@@ -28,7 +28,7 @@ __all__ = ["feature_capabilities", "observe_features", "predictions", "send"]
 FILTERED_PIXELS = 64 * 64
 """The most pixels of an image that grant `filtered_images` and `mixed_images`.
 
-A filter's matrix has as many rows, and 128 MiB then; and there are 2.7 million rectangles of that many pixels.
+A filter's matrix has as many rows, and 128 MiB then; and there are 516,066 rectangles in as many pixels.
 """
 
 
@@ -101,10 +101,10 @@ def feature_capabilities(
     done = effects_of(model, defense)
     if done.rows != "mixed":
         grants.add(Capability.OWN_ROWS)
-    h, w = model.image_shape[1:]
-    if done.other and Stack(tuple(defense)).changes_images and h * w <= FILTERED_PIXELS:
+    (h, w), stack = model.image_shape[1:], Stack(tuple(defense))
+    if done.other and stack.changes_images and h * w <= FILTERED_PIXELS:
         grants.add(Capability.FILTERED_IMAGES)
-    if Stack(tuple(defense)).mixes_images and h * w <= FILTERED_PIXELS:
+    if stack.mixes_images and h * w <= FILTERED_PIXELS:
         grants.add(Capability.MIXED_IMAGES)
     if model.vit.pos_embed is not None:
         grants.add(Capability.POSITION_EMBEDDINGS)
