@@ -14,7 +14,7 @@ from torch import Tensor
 from privlab.attacks import PatchGradient
 from privlab.attacks.solvers import fit_decay, slot_rows
 from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision, unwritable
-from privlab.metrics import psnr
+from privlab.metrics import correlation, psnr, psnr_affine
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     rounding_deviation,
@@ -34,6 +34,18 @@ _PE, _PROJECTION = PatchGradient.parameters
 LEAKS = "an image of the client can be reconstructed from it"
 """Why an update is withheld."""
 
+UNEXPLAINED = "no single image explains it with these settings, which other settings and several images may do"
+"""Why a small explained share means nothing."""
+
+_RANGE = 512
+"""The normalised pixels that an audit can hold, from −512 to 512: images of 0 to 255 that nobody scaled fit too."""
+
+_STRUCTURE = 0.5
+"""The least share of an image's variance that a reconstruction of other contrasts must have, as ρ².
+
+Without it, whatever is put in the place of a pale image would leak: one of variance 0.01 has 20 dB as one colour.
+"""
+
 _LEAST_SIGNAL = 30.0
 """The norm of an update, in norms of its rounding, below which the closed form is out of its range.
 
@@ -46,10 +58,13 @@ class Verdict:
     """What an audit found of one update.
 
     `psnr` is that of the reconstruction to the nearest of the client's images, number `image`, in dB; None without
-    images. `explained` is the certificate's share; None with images. `limits` says why a low score means nothing.
+    images. `psnr_affine` is that after the best gain and offset of each channel: much more than `psnr` where the client
+    normalises its images otherwise than the model says. `explained` is the certificate's share; None with images.
+    `limits` says why a low score means nothing.
     """
 
     psnr: float | None
+    psnr_affine: float | None
     image: int | None
     explained: float | None
     limits: str | None
@@ -62,8 +77,10 @@ class OwnUpdateAudit:
 
     Weight decay is subtracted as the settings state it, and once more as the update itself shows it
     (`fit_decay` without its Gauss-Newton steps), so that a decay that is stated wrongly hides nothing; the better
-    reconstruction counts. Without images the certificate judges: the client is run again on the reconstruction, which
-    costs a round of one image.
+    reconstruction counts. How the client normalises its images hides nothing either: an image leaks too if it is
+    recognised after the best gain and offset of each channel, with half of its variance or more. Without images the
+    certificate judges: the client is run again on what its model was fed, as it is reconstructed, which costs a round
+    of one image.
 
     That nothing leaks here is no evidence of privacy: one attack has failed. `limits` of a verdict says where it must.
 
@@ -143,15 +160,33 @@ class OwnUpdateAudit:
             seen = self._observe(before, after, client, self.names(whole=images is None))
             found = [_reconstruct(seen, lost) for lost in _decays(seen, client)]
             if images is None:
-                explained = _explained(seen, found[0])
-                if explained <= self.max_explained:  # each costs a round
-                    explained = max(explained, *(_explained(seen, image) for image in found[1:]))
-                return Verdict(None, None, explained, _limits(seen), explained > self.max_explained)
-            images = images.to(found[0])
-            scores = torch.stack([psnr(image.expand_as(images), images) for image in found]).amax(0)
+                return self._certified(seen, found)
+            return self._scored(seen, found, images.to(found[0]))
+
+    def _certified(self, seen: Observation, found: Sequence[Float[Tensor, "1 c h w"]]) -> Verdict:
+        """Return the verdict by the share of the update that the best reconstruction explains."""
+        explained = _explained(seen, found[0])
+        if explained <= self.max_explained:  # each costs a round
+            explained = max(explained, *(_explained(seen, image) for image in found[1:]))
+        leaks = explained > self.max_explained
+        return Verdict(None, None, None, explained, _limits(seen) or (None if leaks else UNEXPLAINED), leaks)
+
+    def _scored(
+        self, seen: Observation, found: Sequence[Float[Tensor, "1 c h w"]], images: Float[Tensor, "b c h w"]
+    ) -> Verdict:
+        """Return the verdict by the client's images: of each the best reconstruction counts, and the nearest image."""
+        plain, free, alike = (
+            torch.stack([score(each.expand_as(images), images) for each in of]).amax(0)
+            for score, of in (
+                (psnr, [(z * seen.model.std + seen.model.mean).clamp(0, 1) for z in found]),
+                (psnr_affine, [_stretched(z) for z in found]),
+                (correlation, [_stretched(z) for z in found]),
+            )
+        )
+        scores = torch.where(alike.square() >= _STRUCTURE, torch.maximum(plain, free), plain)
         best = int(scores.argmax())
-        found_psnr = float(scores[best])
-        return Verdict(found_psnr, best, None, _limits(seen), not found_psnr <= self.max_psnr)  # NaN is no pass
+        leaks = not scores[best] <= self.max_psnr  # NaN is no pass
+        return Verdict(float(plain[best]), float(free[best]), best, None, _limits(seen), bool(leaks))
 
     def names(self, *, whole: bool) -> list[str]:
         """Return the timm names of the parameters that an audit reads.
@@ -210,17 +245,38 @@ def _decays(seen: Observation, client: Client) -> list[float]:
 
 
 def _reconstruct(seen: Observation, lost: float) -> Float[Tensor, "1 c h w"]:
-    """Return the reconstruction once this share of the weights is added again."""
+    """Return the pixels that the model was fed, normalised, in float64, once this share of the weights is added again.
+
+    They are found whatever mean and deviation the client normalises by, but for pixels beyond ±`_RANGE`.
+    """
     moved = without_decay(seen.model, {name: seen.gradients[name][0] for name in (_PE, _PROJECTION)}, lost)
-    return PatchGradient()(replace(seen, gradients={name: u[None] for name, u in moved.items()}))
+    mean, std = torch.full_like(seen.model.mean, 0.5).double(), torch.full_like(seen.model.std, 0.5 / _RANGE).double()
+    model = _normalised_by(seen.model, mean, std)
+    return model.normalise(
+        PatchGradient()(replace(seen, model=model, gradients={n: u[None] for n, u in moved.items()}))
+    )
 
 
-def _explained(seen: Observation, image: Float[Tensor, "1 c h w"]) -> float:
-    """Return the share of the update that an image explains."""
+def _normalised_by(model: VictimModel, mean: Tensor, std: Tensor) -> VictimModel:
+    """Return the model with the same weights, which are not copied, and another mean and deviation of its images."""
+    other = copy.copy(model)
+    other._buffers = {**model._buffers, "mean": mean, "std": std}
+    return other
+
+
+def _stretched(image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 c h w"]:
+    """Return an image whose channels go from 0 to 1, which no gain and offset tells from the first."""
+    least, most = image.amin((2, 3), keepdim=True), image.amax((2, 3), keepdim=True)
+    return (image - least) / (most - least).clamp(min=torch.finfo(image.dtype).tiny)
+
+
+def _explained(seen: Observation, pixels: Float[Tensor, "1 c h w"]) -> float:
+    """Return the share of the update that an image explains, which is given as normalised pixels."""
     label = label_of_update(seen)
     if label is None:
         raise PrivlabError("The certificate needs the update of head.bias. Found none: give the client's images.")
-    return explained_share(residual(seen, image, label))
+    model = _normalised_by(seen.model, torch.zeros_like(seen.model.mean), torch.ones_like(seen.model.std))
+    return explained_share(residual(replace(seen, model=model), pixels.to(model.mean), label))
 
 
 def _limits(seen: Observation) -> str | None:

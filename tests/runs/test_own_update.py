@@ -83,6 +83,67 @@ def test_the_decay_that_is_stated_counts_where_the_loss_hides_it(
     assert found.psnr > 60
 
 
+def as_fed(vit: VisionTransformer, images: Tensor, mean: float, std: float) -> tuple[State, State]:
+    """Return the weights before and after a step on images that the client normalises by this mean and deviation."""
+    before, optimiser = copy.deepcopy(vit.state_dict()), torch.optim.SGD(vit.parameters(), lr=0.01)
+    F.cross_entropy(vit((images - mean) / std), torch.arange(len(images))).backward()
+    optimiser.step()
+    return before, vit.state_dict()
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.45, 0.225), (0.0, 1.0), (0.0, 0.25), (0.5, -0.5)])
+def test_another_normalisation_hides_nothing(
+    vit: VisionTransformer, photographs: Callable[[int, int], Tensor], mean: float, std: float
+) -> None:
+    images, audit = photographs(1, 64), OwnUpdateAudit(model_of(vit), Client(lr=0.01))
+    files = as_fed(vit, images, mean, std)
+    found = audit(*files, images)
+    assert found.psnr is not None
+    assert found.psnr_affine is not None
+    assert found.psnr < 20
+    assert found.psnr_affine > 45
+    assert found.leaks
+    certified = audit(*files)
+    assert certified.explained is not None
+    assert certified.explained > 0.9999
+
+
+def test_pixels_outside_of_0_and_1_are_clipped_where_the_normalisation_is_right(
+    vit: VisionTransformer, photographs: Callable[[int, int], Tensor]
+) -> None:
+    """What a client adds beyond black and white, no image has."""
+    images = photographs(1, 64)
+    beyond = images.clone()
+    beyond[0, :, :8, :8], images[0, :, :8, :8] = 3.0, 1.0
+    mean, std = model_of(vit).mean, model_of(vit).std
+    files = as_fed(vit, (beyond - mean) / std, 0.0, 1.0)
+    found = OwnUpdateAudit(model_of(vit), Client(lr=0.01))(*files, images)
+    assert found.psnr is not None
+    assert found.psnr > 60
+
+
+def test_a_pale_image_does_not_leak_by_its_mean_colour(
+    vit: VisionTransformer, update: Update, photographs: Callable[[int, int], Tensor]
+) -> None:
+    pale, other = photographs(2, 64).split(1)
+    pale = 0.5 + 0.1 * (pale - 0.5)
+    found = OwnUpdateAudit(model_of(vit), SGD)(*update(SGD, 1 - other.flip(2)), pale)
+    assert found.psnr_affine is not None
+    assert (found.psnr_affine > 25, found.leaks) == (True, False)
+
+
+def test_a_small_explained_share_means_nothing(
+    vit: VisionTransformer, update: Update, photographs: Callable[[int, int], Tensor]
+) -> None:
+    together = Client(lr=0.01, images=8, batch_size=8)
+    found = OwnUpdateAudit(model_of(vit), SGD)(*update(together, photographs(8, 64)))
+    assert found.explained is not None
+    assert (found.explained < 0.5, found.leaks) == (True, False)
+    assert found.limits == (
+        "no single image explains it with these settings, which other settings and several images may do"
+    )
+
+
 def test_the_certificate_judges_without_an_image(
     vit: VisionTransformer, update: Update, photographs: Callable[[int, int], Tensor]
 ) -> None:
