@@ -70,6 +70,11 @@ __all__ = ["attack"]
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does.")
 @click.option("--classes", type=click.IntRange(min=1), help="Of a random head, for a model without classifier.")
 @click.option(
+    "--normalisation",
+    metavar="NAME|MEAN/STD",
+    help="How the client normalises images: imagenet, inception, clip, none or numbers.  [default: the model's own]",
+)
+@click.option(
     "--defense",
     type=DEFENSES,
     default="auto",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["audit_features", "audit_gradient_file", "audit_update"]
 
 _TAKEN = {"model", "attack", "effort", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "options_"}
-_TAKEN |= {"seed", "device", "out", "overwrite", "as_json"}
+_TAKEN |= {"normalisation", "seed", "device", "out", "overwrite", "as_json"}
 _FEATURES = _TAKEN | {"features", "cut_layer", "limit", "public", "public_limit"}
 _GRADIENTS = _TAKEN | {"gradients", "reference", "block", "force"}
 _UPDATE = (_TAKEN - {"weights"}) | {"update", "client", "reference", "block", "force"}
@@ -169,8 +169,8 @@ def _refuse(context: click.Context, taken: set[str], why: str) -> None:
 
 
 def _science(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("effort", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "seed", "public")
-    return {name: options[name] for name in (*names, "public_limit")} | {"options": options["options_"]}
+    names = ("effort", "weights", "img_size", "classes", "normalisation", "defense", "gamma", "masked_pe", "seed")
+    return {name: options[name] for name in (*names, "public", "public_limit")} | {"options": options["options_"]}
 
 
 def _check_one(models: Sequence[str], option: str) -> None:

@@ -46,7 +46,9 @@ def victim_of(spec: Specification, device: torch.device) -> Victim:
     Raises:
         PrivlabError: if there is no such victim, or its weights do not fit.
     """
-    base, messages = _victim(spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, device)
+    base, messages = _victim(
+        spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, spec.normalisation, device
+    )
     for message in messages:  # what weakens a victim weakens each run on it
         warnings.warn(message, PrivlabWarning, stacklevel=2)
     return base
@@ -73,12 +75,19 @@ def subject_of(spec: Specification, device: torch.device, own: Victim | None = N
 
 @lru_cache(maxsize=2)
 def _victim(
-    name: str, weights: str, img_size: int | None, seed: int, classes: int | None, device: torch.device
+    name: str,
+    weights: str,
+    img_size: int | None,
+    seed: int,
+    classes: int | None,
+    normalisation: str | None,
+    device: torch.device,
 ) -> tuple[Victim, tuple[str, ...]]:
     """Return a victim, and the warnings that come with it."""
     messages: list[str] = []
     with collect_warnings(messages):
-        made = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes).to(device)
+        own = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes, normalisation=normalisation)
+        made = own.to(device)
     return made, tuple(messages)
 
 

@@ -86,6 +86,7 @@ class Specification:
     cut_layer: int = 0
     embedding: str | None = None
     classes: int | None = None
+    normalisation: str | None = None
     gradient_batch: int = 1
     reassembly: str = Borders.name
 

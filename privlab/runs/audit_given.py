@@ -125,8 +125,8 @@ def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Give
 
 def _victim(spec: Specification, device: torch.device) -> Victim:
     """Return the one victim of an audit, which is the client's model."""
-    options = {"weights": spec.weights, "block": spec.block, "img_size": spec.img_size}
-    return victim(spec.models[0], **options, seed=spec.seed, classes=spec.classes).to(device)
+    names = ("weights", "block", "img_size", "seed", "classes", "normalisation")
+    return victim(spec.models[0], **{name: getattr(spec, name) for name in names}).to(device)
 
 
 def _knows_weights(released: GradientFile, base: Victim) -> bool:

@@ -251,17 +251,10 @@ def _reconstruct(seen: Observation, lost: float) -> Float[Tensor, "1 c h w"]:
     """
     moved = without_decay(seen.model, {name: seen.gradients[name][0] for name in (_PE, _PROJECTION)}, lost)
     mean, std = torch.full_like(seen.model.mean, 0.5).double(), torch.full_like(seen.model.std, 0.5 / _RANGE).double()
-    model = _normalised_by(seen.model, mean, std)
+    model = seen.model.normalised_by(mean, std)
     return model.normalise(
         PatchGradient()(replace(seen, model=model, gradients={n: u[None] for n, u in moved.items()}))
     )
-
-
-def _normalised_by(model: VictimModel, mean: Tensor, std: Tensor) -> VictimModel:
-    """Return the model with the same weights, which are not copied, and another mean and deviation of its images."""
-    other = copy.copy(model)
-    other._buffers = {**model._buffers, "mean": mean, "std": std}
-    return other
 
 
 def _stretched(image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 c h w"]:
@@ -275,7 +268,7 @@ def _explained(seen: Observation, pixels: Float[Tensor, "1 c h w"]) -> float:
     label = label_of_update(seen)
     if label is None:
         raise PrivlabError("The certificate needs the update of head.bias. Found none: give the client's images.")
-    model = _normalised_by(seen.model, torch.zeros_like(seen.model.mean), torch.ones_like(seen.model.std))
+    model = seen.model.normalised_by(torch.zeros_like(seen.model.mean), torch.ones_like(seen.model.std))
     return explained_share(residual(replace(seen, model=model), pixels.to(model.mean), label))
 
 

@@ -153,6 +153,17 @@ class VictimModel(nn.Module):
         """Return which PEs belong to masked patches: each patch of a ViT has one."""
         return masked
 
+    def normalised_by(self, mean: Tensor, std: Tensor) -> "VictimModel":
+        """Return a model with the same weights, which are not copied, that normalises its images otherwise.
+
+        Args:
+            mean: the mean of each channel, c × 1 × 1.
+            std: the deviation of each channel, c × 1 × 1, none of them 0.
+        """
+        other = copy.copy(self)
+        other._buffers = {**self._buffers, "mean": mean, "std": std}
+        return other
+
     def normalise(self, images: Float[Tensor, "*b c h w"]) -> Float[Tensor, "*b c h w"]:
         """Return (images − mean) / std."""
         return (images - self.mean) / self.std

@@ -1,8 +1,9 @@
 """Victims: named timm ViTs (`deit_s_mjp` …) with weights of stated origin and their own preprocessing."""
 
 import copy
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any, Literal, cast
 
 import timm
 import torch
-from timm.data import resolve_model_data_config
+from timm.data import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    IMAGENET_INCEPTION_MEAN,
+    IMAGENET_INCEPTION_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+    resolve_model_data_config,
+)
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, unknown_name, with_plugins
@@ -22,7 +31,15 @@ from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_pla
 from privlab.victims.names import resolve_own, size_error
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
 
-__all__ = ["Victim", "Weights", "find_pretrained", "resolve", "victim", "weights_file"]
+__all__ = ["NORMALISATIONS", "Victim", "Weights", "find_pretrained", "resolve", "victim", "weights_file"]
+
+NORMALISATIONS: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
+    "imagenet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+    "inception": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
+    "clip": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+    "none": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+}
+"""The means and deviations that have a name: timm's constants, and pixels in [0, 1] as they are."""
 
 UnknownOrigin = Literal["trained", "mean-pe", "random"]
 
@@ -73,6 +90,21 @@ class Victim:
             raise PrivlabError("A victim with the april block has no stock block to go back to.")
         return _twin(self)
 
+    def normalised_by(self, stated: str) -> "Victim":
+        """Return this victim, with the same weights, as a client has it that normalises its images otherwise.
+
+        Args:
+            stated: a name of `NORMALISATIONS`, or the means and the deviations of all channels, as in
+                "0.485,0.456,0.406/0.229,0.224,0.225"; one number stands for all channels.
+
+        Raises:
+            PrivlabError: if it is neither, or does not have a number for each channel.
+        """
+        channels = self.model.image_shape[0]
+        mean, std = _normalisation(stated, channels)
+        model = self.model.normalised_by(*(self.model.mean.new_tensor(values).view(-1, 1, 1) for values in (mean, std)))
+        return replace(self, model=model, preprocessing=replace(self.preprocessing, mean=mean, std=std))
+
     def to(self, device: torch.device | str) -> "Victim":
         """Return this victim on another device."""
         if self.model.mean.device == torch.device(device):
@@ -109,6 +141,7 @@ def victim(
     seed: int = 0,
     start: bool = False,
     classes: int | None = None,
+    normalisation: str | None = None,
 ) -> Victim:
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
@@ -124,6 +157,8 @@ def victim(
             do, with a warning; otherwise that is an error.
         classes: the number of classes of the random head that a model without classifier is given, with a warning; of
             random weights, that of the whole model.
+        normalisation: how the client normalises its images, as `Victim.normalised_by` takes it; None is as the model's
+            configuration says, and by ImageNet's mean and deviation where it says nothing.
 
     Raises:
         PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, or one that has other
@@ -144,7 +179,26 @@ def victim(
             raise size_error(made.name, img_size, made.model.patch)
         right = f"a model of your own keeps its {height}×{width} pixels"
         raise PrivlabError(f"--img-size {img_size} does not fit {made.name}: {right}.")
+    made = made if normalisation is None else made.normalised_by(normalisation)
     return made.with_block(block)
+
+
+def _normalisation(stated: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the deviation of each channel."""
+    if stated in NORMALISATIONS:
+        mean, std = (_of_channels(values, channels) for values in NORMALISATIONS[stated])
+        return mean, std
+    try:
+        mean, std = (tuple(float(value) for value in part.split(",")) for part in stated.split("/"))
+    except ValueError:
+        mean, std = (), ()
+    mean, std = (values * channels if len(values) == 1 else values for values in (mean, std))
+    if {len(mean), len(std)} != {channels} or not all(map(math.isfinite, (*mean, *std))) or 0 in std:
+        raise PrivlabError(
+            f"A normalisation is {', '.join(NORMALISATIONS)}, or MEAN/STD with a number for each of {channels} "
+            f"channels, or one for all, and no deviation of 0, as 0.5/0.5. Found '{stated}'."
+        )
+    return mean, std
 
 
 def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None) -> Victim:

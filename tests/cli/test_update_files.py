@@ -12,6 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -30,7 +31,7 @@ STATED = tuple(w for name, value in {**SGD, "steps": 5}.items() for w in ("--set
 def trained(state: State, photos: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
     """Train with plain PyTorch on the first photo, of label 7, and return the files of the weights before and after."""
 
-    def train(steps: int = 5, images: int = 1, **options: Any) -> tuple[Path, Path]:
+    def train(steps: int = 5, images: int = 1, mean: Any = 0.5, std: Any = 0.5, **options: Any) -> tuple[Path, Path]:
         vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
         assert isinstance(vit, VisionTransformer)
         vit.load_state_dict(state)
@@ -41,7 +42,7 @@ def trained(state: State, photos: Path, tmp_path: Path) -> Callable[..., tuple[P
         optimiser = torch.optim.SGD(vit.parameters(), **(SGD | options))
         for _ in range(steps):
             optimiser.zero_grad()
-            F.cross_entropy(vit.eval()((x - 0.5) / 0.5), torch.tensor([7, 2][:images])).backward()
+            F.cross_entropy(vit.eval()((x - mean) / std), torch.tensor([7, 2][:images])).backward()
             optimiser.step()
         return capture_update(state, vit, tmp_path / "round")
 
@@ -92,6 +93,20 @@ def test_a_round_is_audited_without_a_reference(
     assert shown.status == 0
     assert "the private image: it gives the released update" in shown.out
     assert "residual: of the update that the reconstruction itself gives" in shown.out
+
+
+@pytest.mark.parametrize("stated", ["imagenet", "0.485,0.456,0.406/0.229,0.224,0.225"])
+def test_a_normalisation_is_stated(
+    audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], photos: Path, tmp_path: Path, stated: str
+) -> None:
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    files = trained(1, mean=mean, std=std, weight_decay=0.0)
+    options = ("--attack", "patch-gradient", "--metrics", "psnr", "--reference", photos / "a.png", "--json")
+    told = audit(files, "--normalisation", stated, *options, stated=("--set", "client.momentum=0.9")).json
+    (row,) = (each for each in told["attacks"] if each["attack"] == "patch-gradient")
+    assert (row["psnr"] > 60, row["explained"]) == (True, True)
+    victim_params = json.loads(pd.read_parquet(tmp_path / "audit" / "records").victim_params[0])
+    assert victim_params["mean"] == list(IMAGENET_DEFAULT_MEAN)
 
 
 def edited(path: Path, change: Callable[[State], object]) -> Path:
@@ -298,6 +313,7 @@ MISTAKES: dict[str, tuple[Callable[[tuple[Path, Path]], tuple[Path, Path]], tupl
         "a client sets is public here: an attack knows it. Found client.dropout=private: state the likeliest value",
     ),
     "weights": (lambda files: files, ("--weights", "random"), "--weights has no meaning with --update"),
+    "normalisation": (lambda files: files, ("--normalisation", "half"), "Found 'half'."),
     "gamma": (lambda files: files, ("--setting", "c"), "--setting has no meaning with --update"),
     "metrics": (lambda files: files, ("--metrics", "psnr"), "--metrics has no meaning with --update without a --ref"),
 }

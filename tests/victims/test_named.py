@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -308,3 +309,34 @@ def test_a_model_without_classifier_has_no_gradient_of_a_label(tiny_vit: Vit, cr
     bare = victim(tiny_vit(num_classes=0)).model
     with pytest.raises(PrivlabError, match=r"classifies\. Found a model without classifier"):
         observe(bare, crops[:1], torch.tensor([0]), ("pos_embed",))
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("stated", "mean", "std"),
+    [
+        ("imagenet", IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+        ("none", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+        ("0.4/0.25", (0.4, 0.4, 0.4), (0.25, 0.25, 0.25)),
+        ("0.1,0.2,0.3/1,2,4", (0.1, 0.2, 0.3), (1.0, 2.0, 4.0)),
+    ],
+)
+def test_a_victim_normalises_as_it_is_stated(stated: str, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    base = victim("vit_ti", weights="random", img_size=32)
+    other = base.normalised_by(stated)
+    image = torch.rand(1, 3, 32, 32)
+    expected = (image - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+    assert_close(other.model.normalise(image), expected)
+    assert (other.preprocessing.mean, other.params()["std"]) == (mean, list(std))
+    assert other.weights == base.weights
+    assert other.model.vit is base.model.vit
+    assert base.model.mean.flatten().tolist() == [0.5] * 3
+    stated_at_once = victim("vit_ti", weights="random", img_size=32, normalisation=stated)
+    assert stated_at_once.params() == other.params()
+
+
+@quiet
+@pytest.mark.parametrize("stated", ["half", "0.5", "0.5,0.5/0.5,0.5", "0.5/0", "nan/1", "0.5/0.5/0.5", "0.5/0.5,0,0.5"])
+def test_a_normalisation_that_is_none_is_one_line(stated: str) -> None:
+    with pytest.raises(PrivlabError, match=rf"or MEAN/STD with a number for each of 3 channels.* Found '{stated}'"):
+        victim("vit_ti", weights="random", img_size=32, normalisation=stated)
