@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from privlab.attacks.solvers import FirstBlocks, Shown, shown_by_round
@@ -16,9 +17,12 @@ from privlab.release import each_release, observe_updates, released_parameters
 from privlab.threat import Client, ClientData
 from privlab.victims import Victim, victim
 
-__all__ = ["AdamStudy", "to_rows"]
+__all__ = ["AdamStudy", "to_rows", "told_features"]
 
 _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
+
+WHOLE = 0.95
+"""The share of a row's entries whose magnitudes must be known for it to count as whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,11 @@ class AdamStudy:
         for each of those of X and Δ = ∂ℓ/∂z_L the known magnitudes and the signs of the matrices of the embedding and
         of the first L blocks (`equations_blocks`, `signs_blocks`).
 
+        Of the head it has the classes whose bias's magnitude is known (`known_classes`), the relative error of what the
+        head read, by the known entries (`features_error`, NaN if a feature has none), and whether the only class whose
+        logit rises is the label (`label_told`). Of the first block it has the rows of q and k (`whole_qk`), of v
+        (`whole_v`), and the rows of fc1 and columns of fc2 (`whole_mlp`) of which 95 % of all entries are known.
+
         Args:
             say: called with the name of each photograph before it is measured.
 
@@ -111,6 +120,10 @@ class AdamStudy:
         behind = n * k + (n + first.prefix) * d
         with torch.no_grad(), full_precision():
             loss = float(F.cross_entropy(base.model(pixels), label))
+            read = base.model.vit.forward_head(base.model.vit.forward_features(base.model.normalise(pixels)), True)[0]
+        W, b = shown["head.weight"], shown["head.bias"]
+        features = told_features(W, b)
+        rises = b.sign[0] < 0
         return {
             "loss": loss,
             "known_positions": _known([shown[_PE]]) / _entries([shown[_PE]]),
@@ -119,7 +132,41 @@ class AdamStudy:
             "equations_embedding": _known(embedding) / (n * (d + k)),
             "equations_blocks": _known(blocks) / behind,
             "signs_blocks": _entries(blocks) / behind,
+            "known_classes": int(b.known.sum()),
+            "features_error": float((features - read).norm() / read.norm()),
+            "label_told": bool(rises.sum() == 1 and rises[label]),
+            **_whole_rows({name: each.known for name, each in shown.items()}),
         }
+
+
+def told_features(W: Shown, b: Shown) -> Float[Tensor, " d"]:
+    """Return what the head read of one image, f_j = ∂ℓ/∂W_cj / ∂ℓ/∂b_c for every class c; NaN where none is known.
+
+    The quotients of the classes whose magnitudes are known are averaged by the inverse of their variances.
+
+    Args:
+        W: what is shown of the gradient of the head's weight, a row for each class.
+        b: what is shown of that of its bias, in one row.
+    """
+    r = b.value.mT
+    quotient = W.value / r
+    variance = (W.deviation.square() + (quotient * b.deviation.mT).square()) / r.square()
+    weight = torch.where(W.known & b.known.mT, 1 / variance, 0.0)
+    return (weight * torch.where(weight > 0, quotient, 0.0)).sum(0) / weight.sum(0)
+
+
+def _whole_rows(known: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the rows of q and k, those of v, and the hidden units of the first block that are known but for 5 %."""
+    q, k, v = known["blocks.0.attn.qkv.weight"].chunk(3)
+    mlp = (known["blocks.0.mlp.fc1.weight"], known["blocks.0.mlp.fc2.weight"].mT)
+    return {
+        name: sum(_whole(each) for each in of)
+        for name, of in (("whole_qk", (q, k)), ("whole_v", (v,)), ("whole_mlp", mlp))
+    }
+
+
+def _whole(known: Bool[Tensor, "r c"]) -> int:
+    return int((known.double().mean(1) >= WHOLE).sum())
 
 
 def _known(of: Iterable[Shown]) -> int:
@@ -147,6 +194,8 @@ def to_rows(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
             "equations per unknown: embedding": f"{of['equations_embedding']:.2f}",
             "with blocks": f"{of['equations_blocks']:.2f}",
             "signs per unknown": f"{of['signs_blocks']:.1f}",
+            "error of features": f"{of['features_error']:.1e}",
+            "whole rows: q and k, v, MLP": f"{of['whole_qk']}, {of['whole_v']}, {of['whole_mlp']}",
         }
         for of in facts
     ]

@@ -343,6 +343,29 @@ def adam(as_json: bool, **options: Any) -> None:  # noqa: ANN401
     print_rows(to_rows(facts), as_json=False)
 
 
+@study.command("adam-pairs")
+@click.option("--images", default="samples", show_default=True, help="samples, a folder, a data set.")
+@click.option("--model", type=VICTIM, default="vit_ti", show_default=True, help="The model that the client trains.")
+@click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
+@click.option("--labels", help="CSV with file and label, or predicted.")
+@click.option("--rate", type=float, default=1e-4, show_default=True, help="Learning rate of the step.")
+@click.option("--limit", type=click.IntRange(min=2), help="Use N images.")
+@click.option("--every", type=click.IntRange(min=1), help="Use every K-th image, before --limit.")
+@click.option("--offset", type=click.IntRange(min=0), help="Leave out the first J images, before --limit.")
+@common
+def adam_pairs(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Try attacks of one image on steps of AdamW on two, and compare with both photographs."""
+    from privlab.experiments.studies.adam_pairs import AdamPairsStudy, to_rows
+
+    with warned():
+        facts = AdamPairsStudy(**options)(say=lambda line: err.print(line, markup=False))
+    if as_json:
+        print_json(facts)
+        return
+    print_rows(to_rows(facts), as_json=False)
+
+
 @study.command("federation")
 @click.option("--model", type=VICTIM, required=True, help="The model that the clients train.")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
