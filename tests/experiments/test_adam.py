@@ -76,7 +76,7 @@ def test_a_table_has_a_row_for_each_photograph(cli: Cli) -> None:
     assert "equations" in told.out
     facts = {"image": "a", "loss": 0.12345, "known_positions": 0.5, "known_projection": 0.25, "known_all": 0.125}
     more = {"equations_embedding": 0.5, "equations_blocks": 2.0, "signs_blocks": 10.93}
-    head = {"known_classes": 9, "features_error": 1.25e-5, "label_told": True}
+    head = {"known_classes": 9, "features_error": 1.24e-5, "label_told": True}
     (row,) = to_rows([facts | more | head | {"whole_qk": 3, "whole_v": 2, "whole_mlp": 1}])
     shown = ["a", "0.123", "50.0%", "25.0%", "12.5%", "0.50", "2.00", "10.9", "1.2e-05", "3, 2, 1"]
     assert list(row.values()) == shown
@@ -119,7 +119,7 @@ def test_a_pair_is_one_step_on_two_photographs(cli: Cli) -> None:
     places, W = moved["pos_embed"][0, 0, -again.grid[0] * again.grid[1] :], moved["patch_embed.proj.weight"][0]
     patches = torch.linalg.lstsq(places.T.double(), W.flatten(1).double()).solution
     for of, image in zip(facts, chunk.images, strict=True):
-        assert of["patch-gradient"] == pytest.approx(float(psnr(again.to_images(patches[None]), image[None])), abs=0.5)
+        assert of["patch-gradient"] == pytest.approx(float(psnr(again.to_images(patches[None]), image[None])), abs=0.02)
         assert of["mean of both"] == pytest.approx(float(psnr(chunk.images.mean(0)[None], image[None])), abs=1e-3)
         assert of["one colour"] == pytest.approx(float(psnr(torch.full_like(image, 0.5)[None], image[None])), abs=1e-3)
 
