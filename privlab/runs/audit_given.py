@@ -93,6 +93,11 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     label = label_of_update(seen) if client.released_images == 1 else None
     if not filters:  # what a filter took of an update, no other settings explain
         check_adam(seen, label, released.source)
+    if label is None and client.released_images == 1 and client.has_labels and "head.bias" in released.gradients:
+        _warn(
+            f"{released.source} have equal biases of the head, so that the update tells no label and no reconstruction "
+            "can be checked. Weights of two models look like this, or a head that did not train."
+        )
     if label is not None:
         if not filters:
             fitted = configure(PatchUpdate, spec.options).decay == "fitted"

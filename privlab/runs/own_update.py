@@ -20,10 +20,10 @@ from privlab.release import (
     rounding_deviation,
     trained_parameters,
     update_capabilities,
-    without_decay,
 )
-from privlab.release.residual import explained_share, residual
+from privlab.release.residual import explained_share
 from privlab.release.update_files import label_of_update, update_between
+from privlab.runs.fed_pixels import fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
 
@@ -36,9 +36,6 @@ LEAKS = "an image of the client can be reconstructed from it"
 
 UNEXPLAINED = "no single image explains it with these settings, which other settings and several images may do"
 """Why a small explained share means nothing."""
-
-_RANGE = 512
-"""The normalised pixels that an audit can hold, from −512 to 512: images of 0 to 255 that nobody scaled fit too."""
 
 _STRUCTURE = 0.5
 """The least share of an image's variance that a reconstruction of other contrasts must have, as ρ².
@@ -158,7 +155,7 @@ class OwnUpdateAudit:
             )
         with full_precision(), collect_warnings([]):  # what weakens the attack is in `limits`
             seen = self._observe(before, after, client, self.names(whole=images is None))
-            found = [_reconstruct(seen, lost) for lost in _decays(seen, client)]
+            found = [fed_pixels(seen, lost) for lost in _decays(seen, client)]
             if images is None:
                 return self._certified(seen, found)
             return self._scored(seen, found, images.to(found[0]))
@@ -244,19 +241,6 @@ def _decays(seen: Observation, client: Client) -> list[float]:
     return [1 - client.kept_share, shown] if client.is_linear else [shown]
 
 
-def _reconstruct(seen: Observation, lost: float) -> Float[Tensor, "1 c h w"]:
-    """Return the pixels that the model was fed, normalised, in float64, once this share of the weights is added again.
-
-    They are found whatever mean and deviation the client normalises by, but for pixels beyond ±`_RANGE`.
-    """
-    moved = without_decay(seen.model, {name: seen.gradients[name][0] for name in (_PE, _PROJECTION)}, lost)
-    mean, std = torch.full_like(seen.model.mean, 0.5).double(), torch.full_like(seen.model.std, 0.5 / _RANGE).double()
-    model = seen.model.normalised_by(mean, std)
-    return model.normalise(
-        PatchGradient()(replace(seen, model=model, gradients={n: u[None] for n, u in moved.items()}))
-    )
-
-
 def _stretched(image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 c h w"]:
     """Return an image whose channels go from 0 to 1, which no gain and offset tells from the first."""
     least, most = image.amin((2, 3), keepdim=True), image.amax((2, 3), keepdim=True)
@@ -268,8 +252,7 @@ def _explained(seen: Observation, pixels: Float[Tensor, "1 c h w"]) -> float:
     label = label_of_update(seen)
     if label is None:
         raise PrivlabError("The certificate needs the update of head.bias. Found none: give the client's images.")
-    model = seen.model.normalised_by(torch.zeros_like(seen.model.mean), torch.ones_like(seen.model.std))
-    return explained_share(residual(replace(seen, model=model), pixels.to(model.mean), label))
+    return explained_share(residual_of_pixels(seen, pixels, label))
 
 
 def _limits(seen: Observation) -> str | None:

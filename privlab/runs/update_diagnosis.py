@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -12,9 +12,20 @@ from privlab.attacks.solvers import fit_decay, slot_gradients, slot_rows
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, full_precision
 from privlab.release import EXPLAINED_RESIDUAL, undecayed, update_on, without_decay
 from privlab.release.residual import residual
+from privlab.runs.fed_pixels import fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
+from privlab.victims.named import NORMALISATIONS, of_channels
 
 __all__ = ["TWO_MODELS", "at_rate", "check_settings", "decay_that_takes", "share_of_weights"]
+
+_MOMENTUM = 0.9
+"""The momentum that is tried where another one is stated: that of nearly all who use any."""
+
+_MOST_STEPS = 20
+"""The most steps that are tried where others are stated."""
+
+_BEYOND = 0.01
+"""How far a pixel may be from black and white, by rounding, for a normalisation to fit."""
 
 _ROUNDS = 8
 """Times that a learning rate or a decay is corrected: later steps depend on it in other ways than the first one."""
@@ -28,12 +39,14 @@ SGD at a rate of 0.01 moved them by 0.02, one of 20 at 0.1 with momentum by 0.32
 
 
 def check_settings(seen: Observation, label: int, source: str, *, fitted: bool = False) -> Client | None:
-    """Refuse a learning rate or a weight decay that does not explain the update of one image where another one does.
+    """Refuse settings that do not explain the update of one image where others do.
 
-    The image is solved for with its decay fitted, which needs neither of the two. The client is run again on it.
+    The image is solved for with its decay fitted, which needs no setting but that SGD was used. The client is run again
+    on it with the stated settings, and if they do not explain the update with others: another learning rate or decay or
+    both, another normalisation, another momentum, another number of steps.
 
     Args:
-        seen: the update of a client of one image that trains by SGD, with N < D; of any other nothing is said.
+        seen: the update of a client of one image, with N < D; if it has dropout nothing is said.
         label: the class that the update tells.
         source: names of the files, for the error.
         fitted: whether the decay is not known and another one is taken, not refused.
@@ -45,10 +58,14 @@ def check_settings(seen: Observation, label: int, source: str, *, fitted: bool =
         PrivlabError: with the settings that explain the update.
 
     Warns:
-        PrivlabWarning: if nothing that was tried explains it, or another decay is taken.
+        PrivlabWarning: if nothing that was tried explains it, or another decay is taken. Of Adam and AdamW nothing is
+            tried but SGD, and nothing is said if that does not explain it.
     """
     client, names = seen.client, {"pos_embed", "patch_embed.proj.weight", "head.bias"}
-    if client is None or client.optimiser != "sgd" or not names <= seen.gradients.keys() or client.dropout:
+    if client is None or not names <= seen.gradients.keys() or client.dropout:
+        return client
+    if client.optimiser != "sgd":
+        _check_sgd(replace(seen, client=replace(client, optimiser="sgd", weight_decay=0.0)), client, label, source)
         return client
     if PatchUpdate().beyond(seen) is not None:
         return client
@@ -56,22 +73,82 @@ def check_settings(seen: Observation, label: int, source: str, *, fitted: bool =
         image = PatchUpdate(decay="fitted")(seen)
         if client.drop_path or residual(seen, image, label) < EXPLAINED_RESIDUAL:
             return client
-        lost, round_moves = _lost(seen), math.inf
-        for other in _others(seen, client, image, label, lost):
-            if residual(replace(seen, client=other), image, label) < EXPLAINED_RESIDUAL:
-                break
-        else:
-            other, round_moves = None, share_of_weights(seen, update_on(seen.model, client, image, label))
+        lost = _lost(seen)
+        other = _first(seen, _others(seen, client, image, label, lost), image, label)
+        if other is None:
+            _check_normalisation(seen, lost, label, source)
+            other = _first(seen, _rounds_like(client), image, label)
+        round_moves = math.inf if other else share_of_weights(seen, update_on(seen.model, client, image, label))
     if other is None:
         _warn(_unexplained(source, share_of_weights(seen), round_moves))
         return client
-    changed = [name for name in ("lr", "weight_decay") if getattr(other, name) != getattr(client, name)]
-    found = ", ".join(f"client.{name}={getattr(client, name):g}" for name in changed)
-    right = " and ".join(f"client.{name}={getattr(other, name):.3g}" for name in changed)
+    changed = [name for name in ("lr", "weight_decay", "momentum") if getattr(other, name) != getattr(client, name)]
+    found, right = (
+        [f"client.{name}={getattr(of, name):{digits}}" for name in changed]
+        + [f"client.steps={of.total_steps}"] * (other.total_steps != client.total_steps)
+        for of, digits in ((client, "g"), (other, ".3g"))
+    )
     if not (fitted and changed == ["weight_decay"]):
-        raise PrivlabError(f"{source} does not match {found}: its size is that of {right}.")
-    _warn(f"{source}: {right} is fitted to the update, and taken in place of {found}.")
+        more = " Other steps or another momentum than stated would change its size too." * ("lr" in changed)
+        raise PrivlabError(
+            f"{source} does not match {', '.join(found)}: its size is that of {' and '.join(right)}.{more}"
+        )
+    _warn(f"{source}: {right[0]} is fitted to the update, and taken in place of {found[0]}.")
     return other
+
+
+def _first(seen: Observation, clients: Iterable[Client], image: Tensor, label: int) -> Client | None:
+    """Return the first client whose round on the image gives the update; None if none does."""
+    explains = (each for each in clients if residual(replace(seen, client=each), image, label) < EXPLAINED_RESIDUAL)
+    return next(explains, None)
+
+
+def _check_sgd(seen: Observation, stated: Client, label: int, source: str) -> None:
+    """Refuse Adam and AdamW where SGD explains the update: at the stated rate, another one, or with momentum."""
+    client = seen.client
+    assert client is not None
+    if PatchUpdate().beyond(seen) is not None or client.drop_path:
+        return
+    with full_precision(), collect_warnings([]):
+        image, lost = PatchUpdate(decay="fitted")(seen), _lost(seen)
+        tried = (client, *_others(seen, client, image, label, lost), replace(client, momentum=_MOMENTUM))
+        found = _first(seen, tried, image, label)
+    if found is not None:
+        settings = [f"client.{name}={getattr(found, name):.3g}" for name in ("lr", "momentum", "weight_decay")]
+        raise PrivlabError(
+            f"{source} does not match client.optimiser={stated.optimiser}: it is the update that SGD makes of one "
+            f"image, with {', '.join(settings)}. State client.optimiser=sgd."
+        )
+
+
+def _check_normalisation(seen: Observation, lost: float, label: int, source: str) -> None:
+    """Refuse the stated normalisation where the model was fed pixels that it makes of no image."""
+    pixels = fed_pixels(seen, lost)
+    if not residual_of_pixels(seen, pixels, label) < EXPLAINED_RESIDUAL:
+        return
+    named = []
+    for name, parts in NORMALISATIONS.items():
+        mean, std = (pixels.new_tensor(of_channels(values, pixels.shape[1])).view(-1, 1, 1) for values in parts)
+        image = pixels * std + mean
+        if image.min() >= -_BEYOND and image.max() <= 1 + _BEYOND:
+            named.append(name)
+    stated = "/".join(
+        ",".join(f"{value:.3g}" for value in of.flatten().tolist()) for of in (seen.model.mean, seen.model.std)
+    )
+    right = f"Give --normalisation {' or '.join(named)}" if named else "Give the client's by --normalisation MEAN/STD"
+    raise PrivlabError(
+        f"{source} does not match images that are normalised by {stated}: the model was fed pixels from "
+        f"{float(pixels.min()):.3g} to {float(pixels.max()):.3g}, which explain it. {right}."
+    )
+
+
+def _rounds_like(client: Client) -> Iterator[Client]:
+    """Yield clients with another momentum, then those with other steps, the nearest to the stated ones first."""
+    if not (client.nesterov or client.dampening):
+        yield from (replace(client, momentum=each) for each in (0.0, _MOMENTUM) if each != client.momentum)
+    for steps in sorted(range(1, _MOST_STEPS + 1), key=lambda steps: abs(steps - client.total_steps)):
+        if steps != client.total_steps:
+            yield replace(client, steps=steps, epochs=None)
 
 
 def share_of_weights(seen: Observation, update: Mapping[str, Tensor] | None = None) -> float:

@@ -31,7 +31,7 @@ from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_pla
 from privlab.victims.names import resolve_own, size_error
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
 
-__all__ = ["NORMALISATIONS", "Victim", "Weights", "find_pretrained", "resolve", "victim", "weights_file"]
+__all__ = ["NORMALISATIONS", "Victim", "Weights", "find_pretrained", "of_channels", "resolve", "victim", "weights_file"]
 
 NORMALISATIONS: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
     "imagenet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
@@ -186,7 +186,7 @@ def victim(
 def _normalisation(stated: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and the deviation of each channel."""
     if stated in NORMALISATIONS:
-        mean, std = (_of_channels(values, channels) for values in NORMALISATIONS[stated])
+        mean, std = (of_channels(values, channels) for values in NORMALISATIONS[stated])
         return mean, std
     try:
         mean, std = (tuple(float(value) for value in part.split(",")) for part in stated.split("/"))
@@ -410,7 +410,7 @@ def _assemble(
 ) -> Victim:
     config = resolve_model_data_config(vit)
     channels = getattr(getattr(vit.patch_embed, "proj", None), "in_channels", 3)
-    config |= {key: _of_channels(config[key], channels) for key in ("mean", "std")}
+    config |= {key: of_channels(config[key], channels) for key in ("mean", "std")}
     state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
     model = VictimModel(vit.eval(), config["mean"], config["std"], unknown).requires_grad_(False)
     preprocessing = Preprocessing(
@@ -423,8 +423,13 @@ def _assemble(
     return Victim(name, architecture, model, preprocessing, Weights(origin, stored.hash_of(state), unknown_origin))
 
 
-def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return the mean or the standard deviation of each channel: those of the colours, and their mean for the luma."""
+def of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return the mean or the standard deviation of each channel: those of the colours, and their mean for the luma.
+
+    Args:
+        values: those of red, green and blue.
+        channels: the number of channels, 1 to 4.
+    """
     luma = sum(values) / len(values)
     return (luma,) if channels == 1 else (*values, luma)[:channels]
 

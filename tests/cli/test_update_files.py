@@ -95,6 +95,18 @@ def test_a_round_is_audited_without_a_reference(
     assert "residual: of the update that the reconstruction itself gives" in shown.out
 
 
+def test_a_head_that_did_not_move_is_said_to_tell_no_label(
+    audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]]
+) -> None:
+    before, after = trained(1)
+    bias = load_file(before)["head.bias"]
+    files = before, edited(after, lambda tensors: tensors.update({"head.bias": bias}))
+    plain = ("--set", "client.lr=0.01", "--set", "client.momentum=0.9")
+    done = audit(files, "--attack", "patch-gradient", stated=plain)
+    assert done.status == 0
+    assert "have equal biases of the head, so that the update tells no label" in " ".join(done.err.split())
+
+
 @pytest.mark.parametrize("stated", ["imagenet", "0.485,0.456,0.406/0.229,0.224,0.225"])
 def test_a_normalisation_is_stated(
     audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], photos: Path, tmp_path: Path, stated: str
@@ -123,10 +135,12 @@ def test_other_settings_are_found_and_said(audit: Callable[..., Any], trained: C
         said = audit(files, "--set", wrong).error  # the later of two holds
         assert f"does not match {wrong}: its size is that of {right}." in said
     said = audit(files, "--set", "client.lr=0.002", "--set", "client.weight_decay=0.3").error
-    assert said.endswith("its size is that of client.lr=0.01 and client.weight_decay=0.05.")
-    done = audit(files, "--set", "client.momentum=0")
-    assert done.status == 0
-    assert "no image explains it with these settings, whatever the learning rate and the decay" in done.err
+    assert "its size is that of client.lr=0.01 and client.weight_decay=0.05. Other steps or another momentum" in said
+    said = audit(files, "--set", "client.momentum=0").error
+    assert said.endswith("does not match client.momentum=0: its size is that of client.momentum=0.9.")
+    adam = ("--set", "client.steps=5", "--set", "client.lr=0.01")
+    said = audit(trained(momentum=0.0, weight_decay=0.0), "--client", "adamw", stated=adam).error
+    assert said.endswith("client.lr=0.01, client.momentum=0, client.weight_decay=0. State client.optimiser=sgd.")
 
 
 @pytest.mark.slow

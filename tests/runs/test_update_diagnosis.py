@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +69,66 @@ def test_what_is_as_large_as_the_weights_is_of_two_models_and_what_is_not_may_be
         }
         with pytest.warns(PrivlabWarning, match=said):
             assert check_settings(replace(seen, gradients=noise), 3, "files") == STATED
+
+
+def update_of(model: VictimModel, client: Client, image: Tensor) -> Observation:
+    """Return the update of a client with one image of label 3."""
+    data = ClientData(image.to(model.mean), torch.tensor([3]), torch.Generator().manual_seed(0))
+    return observe_updates(model, client, [data])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"momentum": 0.0}, r"does not match client\.momentum=0: its size is that of client\.momentum=0\.9\.$"),
+        ({"steps": 7}, r"does not match client\.steps=7: its size is that of client\.steps=[2-4]\.$"),
+        ({"steps": None, "epochs": 7}, r"does not match client\.steps=7: its size is that of client\.steps=[2-4]\.$"),
+    ],
+)
+def test_another_momentum_and_other_steps_are_found(
+    tiny_model: Model, crops: Tensor, changed: dict[str, Any], said: str
+) -> None:
+    """At a rate of 0.1 the later steps are no multiple of the first, so that no other rate explains them."""
+    true = Client(lr=0.1, momentum=0.9, steps=3)
+    seen = update_of(tiny_model().float(), true, crops[:1])
+    assert check_settings(seen, 3, "files") == true
+    with pytest.raises(PrivlabError, match=said):
+        check_settings(replace(seen, client=replace(true, **changed)), 3, "files")
+
+
+@pytest.mark.parametrize("true", [Client(lr=0.01, steps=3), Client(lr=0.01, momentum=0.9, weight_decay=0.1, steps=3)])
+@pytest.mark.parametrize("stated", ["adam", "adamw"])
+def test_an_update_of_sgd_is_none_of_adam(tiny_model: Model, crops: Tensor, true: Client, stated: Any) -> None:
+    seen = update_of(tiny_model().float(), true, crops[:1])
+    claim = Client(optimiser=stated, lr=0.01, weight_decay=0.0, steps=3)
+    rate = r"0\.01, client\.momentum=0, client\.weight_decay=0" if not true.momentum else ".*"
+    said = rf"does not match client\.optimiser={stated}: .* client\.lr={rate}\. State client\.optimiser=sgd\.$"
+    with pytest.raises(PrivlabError, match=said):
+        check_settings(replace(seen, client=claim), 3, "files")
+
+
+def test_of_an_update_of_adam_nothing_is_said(tiny_model: Model, crops: Tensor) -> None:
+    true = Client(optimiser="adamw", lr=1e-3, steps=2)
+    seen = update_of(tiny_model().float(), true, crops[:1])
+    assert check_settings(seen, 3, "files") == true
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "said"),
+    [
+        (
+            "0.485,0.456,0.406/0.229,0.224,0.225",
+            r"by 0\.5,.*/0\.5,.*: the model was fed pixels from -2.* to 2.*, which .* Give --normalisation imagenet\.$",
+        ),
+        ("0.5/0.05", r"the model was fed pixels from -.*Give the client's by --normalisation MEAN/STD\.$"),
+    ],
+)
+def test_another_normalisation_is_found(tiny_model: Model, crops: Tensor, normalisation: str, said: str) -> None:
+    half = torch.full((3, 1, 1), 0.5)
+    stated, image = tiny_model().float().normalised_by(half, half), crops[:1]
+    image = (image > image.mean()).to(image)  # of black and white, which the stated mean and deviation cut
+    true = (torch.tensor([float(value) for value in part.split(",")]) for part in normalisation.split("/"))
+    mean, std = (values.view(-1, 1, 1).expand_as(half) for values in true)
+    seen = update_of(stated.normalised_by(mean, std), Client(lr=0.1), image)
+    with pytest.raises(PrivlabError, match=said):
+        check_settings(replace(seen, model=stated), 3, "files")
