@@ -247,8 +247,8 @@ def _check_clients(card: Card) -> None:
         )
     if {*card.parameters} != {"clients"}:
         raise PrivlabError(
-            f"The card of '{card.name}' states {', '.join(card.parameters) or 'no parameter'}. '{AGGREGATION}' has one, "
-            "clients."
+            f"The card of '{card.name}' states {', '.join(card.parameters) or 'no parameter'}. '{AGGREGATION}' has "
+            "clients alone."
         )
     K, most = card.parameters["clients"], len(photographs(BUNDLED))
     fine = isinstance(K, int) and not isinstance(K, bool) and 2 <= K <= most
