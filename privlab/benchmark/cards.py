@@ -59,7 +59,8 @@ class Reported:
 class Card:
     """An entry as its card states it.
 
-    `uses` is the installed name of the class, or of a stack with "+"; `plugin` is a file that holds the class.
+    `uses` is the installed name of the class, or of a stack with "+", or what is no class of defense: a key, or secure
+    aggregation, whose parameter `clients` is that of the clients' settings. `plugin` is a file that holds the class.
     `reconstructions` is a folder, for an attack that is given by its images of the public half; `against` names the
     defenses that an attack was made for, by their entries. `releases` is a folder, for a defense that is given by what
     it released of the bundled photographs. `text` is the card itself, `folder` where it lay.
@@ -134,7 +135,8 @@ def read_card(path: Path) -> Card:
     """Read and check a card; nothing is loaded or run.
 
     Raises:
-        PrivlabError: for a key that is missing, unknown or of another type, an unknown track, or another version.
+        PrivlabError: for a key that is missing, unknown or of another type, an unknown track, another version, or
+            secure aggregation without the number of its clients.
     """
     return parse_card(read_text(path, "card"), str(path), path.parent)
 
@@ -183,6 +185,8 @@ def parse_card(text: str, where: str, folder: Path) -> Card:
         folder=folder,
     )
     card.of.victim(card.victim_name)
+    if card.kind == "defense" and card.parts == (AGGREGATION,):
+        _check_clients(card)
     return card
 
 
@@ -222,7 +226,6 @@ def instances(card: Card) -> list[Any]:
         PrivlabError: if a class is not installed or acts on something else, or if its parameters are not the card's.
     """
     if card.kind == "defense" and card.parts == (AGGREGATION,):
-        _check_clients(card)
         return [Undefended()]  # each update is as it is without a defense: their mean alone is released
     known: Mapping[str, Any] = defenses() if card.kind == "defense" else attacks()
     found = []
