@@ -335,6 +335,8 @@ def conjugate_gradients(
 ) -> Float[Tensor, "b n k"]:
     """Return an approximate solution V of product(V) = target, for each of the batch, from V = 0.
 
+    A direction without curvature is not taken: it is one of rounding, where nothing of the target is left.
+
     Args:
         product: a linear, symmetric, positive semidefinite map, which acts on each of the batch by itself.
         target: the right-hand sides.
@@ -347,7 +349,8 @@ def conjugate_gradients(
     square = _dot(r, z)
     for _ in range(steps):
         q = product(p)
-        α = square / _dot(p, q).clamp_min(least)
+        curvature = _dot(p, q)
+        α = torch.where(curvature > 0, square / curvature.clamp_min(least), 0)  # rounding makes a residual of none
         V, r = V + α * p, r - α * q
         z = precondition(r)
         now = _dot(r, z)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, check_name, first, parse_toml, read_text, unknown_name, write_whole
-from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
-from privlab.defenses import DEFENSES, defenses
+from privlab.base import PrivlabError, check_name, check_range, first, parse_toml, read_text, unknown_name, write_whole
+from privlab.benchmark.tracks import BUNDLED, TRACKS, VERSION, Track, photographs, track
+from privlab.defenses import DEFENSES, Undefended, defenses
+from privlab.report.tables.knowledge import AGGREGATION
 from privlab.threat import acts_on, defense_declarations
 
 __all__ = ["KEY", "TEMPLATES", "Card", "Reported", "Utility", "instances", "parse_card", "read_card", "write_template"]
@@ -21,10 +22,18 @@ TEMPLATES = ("defense", "attack")
 KEY = "model-key"
 """What a card of the track `weights` uses: `privlab.keys`, which is no class of defense."""
 
+AGGREGATES = "local-training"
+"""The track that takes secure aggregation, which is a setting of clients that train and no class of defense."""
+
 UNDEFENDED = "none"
 """What the card of a track's control uses: every track takes it."""
 
-_RELEASES = {"gradients": {"gradients", "images"}, "features": {"features", "images"}, "updates": {"gradients"}}
+_RELEASES = {
+    "gradients": {"gradients", "images"},
+    "updates": {"gradients"},
+    "local-training": {"images"},
+    "features": {"features", "images"},
+}
 """What the defenses of a track may act on."""
 
 
@@ -50,7 +59,8 @@ class Reported:
 class Card:
     """An entry as its card states it.
 
-    `uses` is the installed name of the class, or of a stack with "+"; `plugin` is a file that holds the class.
+    `uses` is the installed name of the class, or of a stack with "+", or what is no class of defense: a key, or secure
+    aggregation, whose parameter `clients` is that of the clients' settings. `plugin` is a file that holds the class.
     `reconstructions` is a folder, for an attack that is given by its images of the public half; `against` names the
     defenses that an attack was made for, by their entries. `releases` is a folder, for a defense that is given by what
     it released of the bundled photographs. `text` is the card itself, `folder` where it lay.
@@ -86,10 +96,16 @@ class Card:
         return tuple((self.uses or self.name).split("+"))
 
     @property
+    def clients(self) -> int:
+        """Return how many clients' updates are released as one mean: those that a card of secure aggregation states."""
+        return int(self.parameters.get("clients", 1)) if self.parts == (AGGREGATION,) else 1
+
+    @property
     def stated_alone(self) -> frozenset[str]:
         """Return which of `secret_bits` and `epsilon` no code of this package derives: the card's word stands."""
-        own = not self.plugin and not self.releases and (self.track == "weights" or {*self.parts} <= DEFENSES.keys())
-        kinds: Sequence[Any] = [DEFENSES[part] for part in self.parts] if own and self.track != "weights" else ()
+        of_package = self.track == "weights" or self.clients > 1 or {*self.parts} <= DEFENSES.keys()
+        own = not self.plugin and not self.releases and of_package
+        kinds: Sequence[Any] = [DEFENSES[part] for part in self.parts if part in DEFENSES] if own else ()
         known = any(defense_declarations(kind).guarantee for kind in kinds) or not _is_number(self.epsilon)
         return frozenset(name for name, derived in (("secret_bits", own), ("epsilon", known)) if not derived)
 
@@ -119,7 +135,8 @@ def read_card(path: Path) -> Card:
     """Read and check a card; nothing is loaded or run.
 
     Raises:
-        PrivlabError: for a key that is missing, unknown or of another type, an unknown track, or another version.
+        PrivlabError: for a key that is missing, unknown or of another type, an unknown track, another version, or
+            secure aggregation without the number of its clients.
     """
     return parse_card(read_text(path, "card"), str(path), path.parent)
 
@@ -168,6 +185,8 @@ def parse_card(text: str, where: str, folder: Path) -> Card:
         folder=folder,
     )
     card.of.victim(card.victim_name)
+    if card.kind == "defense" and card.parts == (AGGREGATION,):
+        _check_clients(card)
     return card
 
 
@@ -206,6 +225,8 @@ def instances(card: Card) -> list[Any]:
     Raises:
         PrivlabError: if a class is not installed or acts on something else, or if its parameters are not the card's.
     """
+    if card.kind == "defense" and card.parts == (AGGREGATION,):
+        return [Undefended()]  # each update is as it is without a defense: their mean alone is released
     known: Mapping[str, Any] = defenses() if card.kind == "defense" else attacks()
     found = []
     for name in card.parts:
@@ -218,6 +239,23 @@ def instances(card: Card) -> list[Any]:
         own = card.parameters if len(card.parts) == 1 else card.parameters.get(name, {})
         found.append(_made(card, name, kind, own))
     return found
+
+
+def _check_clients(card: Card) -> None:
+    """Raise PrivlabError if a card of secure aggregation is of another track, or does not state K ≥ 2 clients."""
+    if card.track != AGGREGATES:
+        raise PrivlabError(
+            f"'{AGGREGATION}' is of clients that train, which the track '{card.track}' does not have. Enter it on the "
+            f"track '{AGGREGATES}'."
+        )
+    if {*card.parameters} != {"clients"}:
+        raise PrivlabError(
+            f"The card of '{card.name}' states {', '.join(card.parameters) or 'no parameter'}. '{AGGREGATION}' has "
+            "clients alone."
+        )
+    K, most = card.parameters["clients"], len(photographs(BUNDLED))
+    fine = isinstance(K, int) and not isinstance(K, bool) and 2 <= K <= most
+    check_range(fine, "clients", f"a whole number in [2, {most}], the bundled photographs", repr(K))
 
 
 def _made(card: Card, name: str, kind: type[Any], own: Mapping[str, Any]) -> Any:  # noqa: ANN401

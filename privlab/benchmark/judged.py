@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from privlab.base import PrivlabError
-from privlab.benchmark.cards import Card, instances
+from privlab.benchmark.cards import Card
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.results import Result
 from privlab.benchmark.tracks import Track, photographs
@@ -17,11 +17,10 @@ from privlab.benchmark.weights import known_by as known_by_keys
 from privlab.evaluation import CONTROL, EXACT_DB
 from privlab.metrics import DECIBELS
 from privlab.report.tables import Score, red_flags, sign_of
-from privlab.report.tables.knowledge import kinds_in, knows, undone
+from privlab.report.tables.knowledge import declared_defenses, kinds_in, knows, undone
 from privlab.report.tables.leakage import measure
 from privlab.report.tables.per_image import WORST, Scored
 from privlab.report.tables.power import power
-from privlab.threat import attack_declarations
 
 __all__ = ["FROM_ROWS", "LEVEL", "NO_ADAPTIVE", "Judged", "check_concluded", "conclude", "judge", "number"]
 
@@ -166,7 +165,7 @@ def conclude(card: Card, rows: pd.DataFrame) -> dict[str, Any]:
         rows: as the result file has them, so that anybody who reads the file concludes the same.
     """
     if card.kind == "attack":
-        known = frozenset(card.against) if card.reconstructions else attack_declarations(instances(card)[0]).knows
+        known = frozenset(card.against) if card.reconstructions else declared_defenses(card.parts[0])
         found = {str(name): rows.loc[rows.entry == name].drop(columns="entry") for name in rows.entry.unique()}
         return {
             name: judge(own, card.of).as_json() | {"knows": _knows_all(name, card, known)}

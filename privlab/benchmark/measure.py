@@ -19,6 +19,7 @@ from privlab.grids import IN_PROCESS, Engine
 from privlab.images import open_images
 from privlab.metrics import MIRRORED
 from privlab.report.tables import DETERMINISTIC
+from privlab.report.tables.knowledge import AGGREGATION
 from privlab.runs import execute, specify
 
 __all__ = ["KEPT", "Photographs", "case_label", "measure_defense", "remeasure", "run_with_pictures"]
@@ -85,6 +86,8 @@ def specification(card: Card, case: TrackCase, setting: str, attacks: Sequence[A
         given["client_batch"] = of.client_batch
     if setting == "c":
         given["defense"] = instances(card)
+        if card.clients > 1:
+            given["options"] = [*given.get("options", ()), f"client.clients={card.clients}"]
     if of.release != "update":
         given["release"] = of.release
     if how.public is not None:
@@ -171,7 +174,7 @@ def measure_defense(
                 continue
             for part in how.parts:
                 spec = _whole(card, case, setting, used, how)
-                found.append(_run(spec, part, how, out, engine=engine).assign(case=case_label(case, setting)))
+                found.append(_named(card, case, setting, _run(spec, part, how, out, engine=engine)))
     if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
         raise refused
     return _kept(pd.concat(found, ignore_index=True), card.of)
@@ -206,11 +209,12 @@ def run_with_pictures(
     (case,) = (each for each in card.of.cases if case_label(each, setting) == row["case"])
     used = attacks_of(card, case, setting, how, attacks)
     spec = _whole(card, case, setting, used, how)
-    if draw or not (out / _digest(spec, BUNDLED)).exists():
+    if draw or not all((out / _digest(spec, name)).exists() for name in _runs(spec, BUNDLED)):
         alone = [each for each in used if getattr(each, "name", each) == row["attack"]]
         spec = replace(specification(card, case, setting, alone, how), draw=draw)
     _run(spec, BUNDLED, how, out, engine=engine)
-    return out.absolute() / _digest(spec, BUNDLED)
+    (name,) = (name for name, each in _runs(spec, BUNDLED).items() if row["image_sha256"] in each.counted)
+    return out.absolute() / _digest(spec, name)
 
 
 def remeasure(
@@ -235,7 +239,14 @@ def remeasure(
     """
     spec = replace(specification(card, case, setting, attacks, how), draw=draw)
     found = _run(spec, how.parts[0], how, None, wanted)
-    return _kept(found.assign(case=case_label(case, setting)), card.of)
+    return _kept(_named(card, case, setting, found), card.of)
+
+
+def _named(card: Card, case: TrackCase, setting: str, records: pd.DataFrame) -> pd.DataFrame:
+    """Return records with the name of their case, and of secure aggregation, which they have as settings of clients."""
+    if setting == "c" and card.clients > 1:
+        records = records.assign(defense=AGGREGATION, defense_params=json.dumps(dict(card.parameters)))
+    return records.assign(case=case_label(case, setting))
 
 
 def _run(
@@ -246,18 +257,50 @@ def _run(
     wanted: Sequence[str] | None = None,
     engine: Engine = IN_PROCESS,
 ) -> pd.DataFrame:
-    with tempfile.TemporaryDirectory() as temporary:
-        path = (Path(temporary) if out is None else out.absolute()) / f"{part}.csv"
-        source = write_manifest(part, how.folder, path, wanted)
-        whole = replace(spec, images=(source,), manifest=str(path))
-        directory = None if out is None else out / _digest(spec, part)
-        done = execute(whole, out=directory, strips=out is not None and part == BUNDLED, engine=engine)
-    names = photographs(part)
-    return done.records.assign(image=[names[sha] for sha in done.records.image_sha256])
+    names, found = photographs(part), []
+    for name, each in _runs(spec, part, wanted).items():
+        with tempfile.TemporaryDirectory() as temporary:
+            path = (Path(temporary) if out is None else out.absolute()) / f"{name}.csv"
+            source = write_manifest(part, how.folder, path, each.attacked)
+            whole = replace(spec, images=(source,), manifest=str(path))
+            directory = None if out is None else out / _digest(spec, name)
+            done = execute(whole, out=directory, strips=out is not None and part == BUNDLED, engine=engine)
+        found.append(done.records.loc[done.records.image_sha256.isin(each.counted)])
+    records = pd.concat(found, ignore_index=True)
+    return records.assign(image=[names[sha] for sha in records.image_sha256])
 
 
-def _digest(spec: Specification, part: str) -> str:
-    text = json.dumps([asdict(spec), part], sort_keys=True, default=str)
+@dataclass(frozen=True)
+class _Attacked:
+    """The photographs of one run, and those of them whose rows count."""
+
+    attacked: Sequence[str]
+    counted: Sequence[str]
+
+
+def _runs(spec: Specification, part: str, wanted: Sequence[str] | None = None) -> dict[str, _Attacked]:
+    """Return the photographs of each run of a part, by the name of the run: one, or two under secure aggregation.
+
+    K clients of one image each make a release. Of photographs that K does not divide, those that are left over are
+    released with the ones before them, whose rows count where they were first: no release is of fewer clients.
+
+    Args:
+        spec: the specification, which says how many clients there are.
+        part: the part of the photographs.
+        wanted: the hashes of some of them, in their order; None for all.
+    """
+    hashes = list(photographs(part)) if wanted is None else list(wanted)
+    K = spec.local_training.clients if spec.local_training else 1
+    if not (left := len(hashes) % K):
+        return {part: _Attacked(hashes, hashes)}
+    return {
+        part: _Attacked(hashes[:-left], hashes[:-left]),
+        f"{part}-left": _Attacked(hashes[-K:], hashes[-left:]),
+    }
+
+
+def _digest(spec: Specification, name: str) -> str:
+    text = json.dumps([asdict(spec), name], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -172,8 +172,10 @@ def _commands(result: Result) -> Sequence[str]:
     folder, stem, parts = "experiments/benchmark", result.path.stem, result.data["photographs"]
     images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
     public = " --public OWN" if result.data.get("public_sha256") else ""
-    submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}{public}"
-    return submit, f"privlab benchmark verify {folder}/results/{stem}.json{public}"
+    foreign = result.rows.weights.dropna().str.startswith("file:").any()
+    weights = " --weights FILE" if foreign else ""
+    submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}{public}{weights}"
+    return submit, f"privlab benchmark verify {folder}/results/{stem}.json{public}{weights}"
 
 
 def feed(rows: Sequence[Standing]) -> dict[str, Any]:

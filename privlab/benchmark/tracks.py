@@ -28,7 +28,7 @@ __all__ = [
 VERSION = "privlab/1"
 """The version of the tracks of this package. Whatever changes a number of theirs makes a new version."""
 
-TRACKS = ("gradients", "updates", "features", "weights")
+TRACKS = ("gradients", "updates", "local-training", "features", "weights")
 """The names of the tracks."""
 
 BUNDLED = "bundled"

@@ -131,8 +131,9 @@ def _drawn(
     draw = chance.randrange(int(result.data.get("draws", 1)))
     hashes = list(photographs("bundled"))
     one_key = any(attack_declarations(attack).one_key for attack in attacks or ())
-    size = len(hashes) if one_key else card.of.client_batch
-    batches = [hashes[i : i + size] for i in range(0, len(hashes), size)]
+    size = len(hashes) if one_key else max(card.of.client_batch, card.clients)
+    whole = len(hashes) - len(hashes) % card.clients  # those left over are released with photographs of other releases
+    batches = [hashes[i : i + size] for i in range(0, whole, size)]
     wanted = [sha for batch in chance.sample(batches, -(-images // size)) for sha in batch]
     used = attacks_of(card, case, setting, how) if attacks is None else attacks
     return remeasure(card, case, setting, draw, wanted, how, used)

@@ -60,7 +60,7 @@ def benchmark() -> None:
 
 
 @benchmark.command("list")
-@click.option("--track", help="gradients, updates, features or weights.  [default: all]")
+@click.option("--track", help="gradients, updates, local-training, features or weights.  [default: all]")
 @click.option("--entries", "folders", multiple=True, type=_FILE, help="A folder with results of your own; repeat it.")
 @common
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:

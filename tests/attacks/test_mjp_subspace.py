@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace, without_moved
 from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.solvers import Smoothness, photograph_gradients
-from privlab.attacks.solvers.prior import PRIORS
+from privlab.attacks.solvers.prior import PRIORS, conjugate_gradients
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
 from privlab.metrics import psnr_region
@@ -34,6 +34,13 @@ def found_in(model: VictimModel, seen: Observation) -> Subspace:
 @pytest.fixture(scope="module")
 def images() -> Tensor:
     return torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_direction_of_rounding_is_not_taken() -> None:
+    """Where nothing is left of a target, its products are rounding, and may have any sign."""
+    target, scale = torch.ones(3, 2, 1), torch.tensor([2.0, -1e-9, 0.0]).view(3, 1, 1)
+    found = conjugate_gradients(lambda V: scale * V, target, 20)
+    assert_close(found, torch.tensor([0.5, 0.0, 0.0]).view(3, 1, 1).expand_as(target))
 
 
 @pytest.mark.parametrize("gamma", [0.27, 0.5, 0.9])

@@ -17,6 +17,7 @@ from privlab.images import open_images
 FROZEN = {
     "gradients": "8d08235a385f5fd6",
     "updates": "c752236dca607094",
+    "local-training": "4bdaeaaf622089c5",
     "features": "c77e525bc3264e95",
     "weights": "d2b7cd0fd648067a",
 }

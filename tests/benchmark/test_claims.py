@@ -32,13 +32,14 @@ def changed(name: str, **values: object) -> Card:
     return parse_card("\n".join([*stated, *lines, rest]), "card", Path())
 
 
+@pytest.mark.filterwarnings("ignore:vit_ti has RANDOM weights")
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("cards/*.toml")), ids=lambda path: path.stem)
 def test_no_card_of_the_package_claims_more_than_its_class_has(path: Path) -> None:
     card = read_card(path)
     if isinstance(card.epsilon, float):
         pytest.importorskip("opacus")
     if card.kind == "defense":
-        check_claims(card, "auto")
+        check_claims(card, "random" if card.victim_name == "vit_ti" else "auto")  # its shapes decide
         assert not card.stated_alone
 
 
@@ -56,6 +57,7 @@ def test_no_card_of_the_package_claims_more_than_its_class_has(path: Path) -> No
         ("gradients-mjp", 49, "48.3"),
         ("gradients-pruning", 1, "0.0"),
         ("gradients-dp-sgd", 1, "0.0"),
+        ("local-training-mjp", 49, "48.3"),
     ],
 )
 def test_a_card_that_claims_more_bits_than_there_are_keys_is_refused(name: str, bits: float, found: str) -> None:

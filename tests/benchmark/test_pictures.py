@@ -16,6 +16,7 @@ from privlab.benchmark.measure import Photographs, run_with_pictures
 from privlab.benchmark.page import best_rows, fragment, pictures, pictures_of
 from privlab.benchmark.results import Result
 from privlab.benchmark.rule import standings
+from privlab.benchmark.tracks import photographs
 from privlab.evaluation import Specification
 from privlab.report.tables import load_results
 from privlab.runs import execute
@@ -62,7 +63,13 @@ def test_the_picture_is_what_is_scored(run: Path) -> None:
 def test_the_run_of_a_picture_is_that_of_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Specification] = []
     monkeypatch.setattr("privlab.benchmark.measure._run", lambda spec, *given, **how: asked.append(spec))
-    row = {"case": "one step", "setting": "c", "attack": "mjp-full", "draw": 7}
+    row = {
+        "case": "one step",
+        "setting": "c",
+        "attack": "mjp-full",
+        "draw": 7,
+        "image_sha256": next(iter(photographs("bundled"))),
+    }
     run_with_pictures(defense_entries("gradients", ["jigsaw"])[0], row, Photographs(), tmp_path)
     assert [(spec.draw, spec.draws, spec.attacks) for spec in asked] == [(7, 1, ("mjp-full",))]
 

@@ -47,7 +47,7 @@ def rows(attack: str, scores: Sequence[float], setting: str = "c", draw: int = 0
     common = {
         "case": "one step" if setting == "c" else "one step, undefended",
         "victim": "cifar_vit",
-        "weights": "file:x",
+        "weights": "pretrained:x",
         "release": "gradients",
         "defense": "gradient-pruning" if setting == "c" else "none",
         "setting": setting,
@@ -241,6 +241,10 @@ def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.n
     folder = "privlab benchmark submit experiments/benchmark/cards"
     assert f"{folder}/one.toml\n" in page
     assert f"{folder}/attack.toml --images FOLDER\n" in page
+    foreign = result(tmp_path, "one", found.assign(weights="file:x"), photographs=["bundled"])
+    page = site_files([foreign])["table.html"]
+    assert f"{folder}/one.toml --weights FILE\n" in page
+    assert "verify experiments/benchmark/results/one.json --weights FILE\n" in page
 
 
 def test_the_page_counts_different_defenses_and_those_that_an_attack_knows(tmp_path: Path, high: np.ndarray) -> None:

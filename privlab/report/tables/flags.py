@@ -11,7 +11,7 @@ from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
 from privlab.report.page import case_names
 from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, join_first
-from privlab.report.tables.knowledge import declared_defenses, knows
+from privlab.report.tables.knowledge import AGGREGATION, declared_defenses, knows
 from privlab.report.tables.per_image import lead_metric, measured_images
 from privlab.report.tables.results import Results
 from privlab.report.tables.sheet import some
@@ -23,7 +23,7 @@ __all__ += ["structure_cases"]
 DETERMINISTIC = frozenset(
     {
         *("none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"),
-        *("percentile-privacy", "exclude-vars"),
+        *("percentile-privacy", "exclude-vars", AGGREGATION),
     }
 )
 """The defenses that draw nothing at random; every other one, also from another package, is taken to do so."""

@@ -10,18 +10,28 @@ from privlab.attacks import attacks as installed
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES, defenses
 from privlab.release import kinds_of
-from privlab.threat import attack_declarations
+from privlab.threat import Capability, attack_declarations
 
-__all__ = ["declared_defenses", "kinds_in", "knows", "undefended_attack", "undone"]
+__all__ = ["AGGREGATION", "declared_defenses", "kinds_in", "knows", "undefended_attack", "undone"]
+
+AGGREGATION = "secure-aggregation"
+"""The name of secure aggregation where it is judged as a defense: a setting of the clients (`Client.clients`), and no
+class."""
 
 Kinds = Mapping[str, frozenset[str]]
 """Kinds of effects by the name of a defense, only for defenses that are not privlab's own."""
 
 
 def declared_defenses(attack: str) -> frozenset[str]:
-    """Return the defenses that an attack declares to know; for an attack that is not installed there are none."""
+    """Return the defenses that an attack declares to know; for an attack that is not installed there are none.
+
+    One that takes releases of several images tells the images of several clients apart: it knows secure aggregation.
+    """
     kind = installed().get(attack)
-    return frozenset() if kind is None else frozenset(attack_declarations(kind).knows)
+    if kind is None:
+        return frozenset()
+    alone = {Capability.BATCH_SIZE_ONE, Capability.RELEASED_FEATURES} & kind.requires
+    return frozenset(attack_declarations(kind).knows) | (frozenset() if alone else {AGGREGATION})
 
 
 def undefended_attack(attack: str) -> str:

@@ -1,0 +1,205 @@
+"""Secure aggregation as an entry: every release is of K clients, and an attack that tells images apart knows it."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pandas import DataFrame
+
+from privlab.attacks import ClientUnrolling
+from privlab.base import PrivlabError
+from privlab.benchmark import measure
+from privlab.benchmark.cards import Card, instances, parse_card, read_card
+from privlab.benchmark.entries import PACKAGE, defense_entries
+from privlab.benchmark.judged import judge
+from privlab.benchmark.measure import (
+    Photographs,
+    draws_of,
+    measure_defense,
+    remeasure,
+    run_with_pictures,
+    specification,
+)
+from privlab.benchmark.results import Result
+from privlab.benchmark.submit import worth_of
+from privlab.benchmark.tracks import TrackCase, photographs, track
+from privlab.evaluation import Specification
+from privlab.report.tables.knowledge import AGGREGATION, declared_defenses
+
+CARD = (PACKAGE / "cards/local-training-secure-aggregation.toml").read_text("utf-8")
+OF = track("local-training")
+
+
+def card(*pairs: tuple[str, str]) -> Card:
+    """Return the package's card of four clients, with texts replaced, each of which must be there."""
+    text = CARD
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    return parse_card(text, "my.toml", Path())
+
+
+def asked(of: Card, setting: str) -> Specification:
+    return specification(of, OF.cases[1], setting, ["client-unrolling"], Photographs())
+
+
+def test_the_card_sets_how_many_clients_there_are_and_nothing_else() -> None:
+    plain, mean = (asked(card(), setting).local_training for setting in ("a", "c"))
+    assert plain is not None
+    assert mean is not None
+    assert (plain.clients, mean.clients) == (1, 4)
+    assert (mean.images, mean.batch_size, mean.total_steps, mean.lr, mean.momentum) == (1, 1, 5, 0.1, 0.9)
+    assert [part.name for part in instances(card())] == ["none"]
+    assert asked(card(), "c").defense == "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("clients = 4", "clients = 1"), r"clients must be a whole number in \[2, 14\].* Found 1"),
+        (("clients = 4", "clients = 15"), r"clients must be a whole number in \[2, 14\].* Found 15"),
+        (("clients = 4", "clients = 4.0"), r"Found 4\.0"),
+        (("clients = 4", "clients = true"), "Found True"),
+        (("clients = 4", 'clients = "4"'), "Found '4'"),
+        (("clients = 4", "clients = 4\nseed = 3"), "states clients, seed. 'secure-aggregation' has clients alone"),
+        (("clients = 4", ""), "states no parameter. 'secure-aggregation' has clients alone"),
+        (
+            ('"local-training"', '"gradients"'),
+            "which the track 'gradients' does not have. Enter it on the track 'local",
+        ),
+    ],
+)
+def test_a_card_with_other_clients_is_refused(change: tuple[str, str], said: str) -> None:
+    with pytest.raises(PrivlabError, match=said):
+        card(change)
+
+
+@given(st.integers(min_value=2, max_value=14), st.integers(min_value=14, max_value=64))
+def test_every_release_is_of_all_clients_and_every_photograph_counts_once(K: int, count: int) -> None:
+    names = [str(i) for i in range(count)]
+    runs = measure._runs(asked(card(("clients = 4", f"clients = {K}")), "c"), "public", names)
+    assert [name for each in runs.values() for name in each.counted] == names
+    for each in runs.values():
+        assert len(each.attacked) % K == 0
+        assert {*each.counted} <= {*each.attacked}
+        assert len({*each.attacked}) == len(each.attacked)
+
+
+def test_without_secure_aggregation_a_part_is_one_run() -> None:
+    assert [*measure._runs(asked(card(), "a"), "bundled")] == ["bundled"]
+    assert [*measure._runs(asked(card(), "c"), "bundled")] == ["bundled", "bundled-left"]
+
+
+def ran(spec: Specification, *given: object, **how: object) -> Any:
+    """Return what a run would record, and write nothing: a row for each photograph of its manifest."""
+    lines = Path(spec.manifest or "").read_text("utf-8").splitlines()[1:]
+    hashes = [line.rpartition(",")[2] for line in lines]
+    rows = {"attack": "client-unrolling", "setting": spec.settings[0], "geometry": "in_place", "draw": 0}
+    found = DataFrame(rows | {"image_sha256": hashes, "image": "", "defense": "none", "defense_params": "{}"})
+    return type("Outcome", (), {"records": found})
+
+
+def test_the_rows_name_what_is_a_setting_of_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "execute", ran)
+    monkeypatch.setattr(measure, "attacks_of", lambda *given: ["client-unrolling"])
+    found = measure_defense(card(), Photographs(), tmp_path)
+    assert {*found.loc[found.setting == "c"].defense} == {AGGREGATION}
+    assert {*found.loc[found.setting == "c"].defense_params} == {'{"clients": 4}'}
+    assert {*found.loc[found.setting == "a"].defense} == {"none"}
+    assert found.groupby("case").image_sha256.nunique().tolist() == [14] * 4
+    assert len(found) == 4 * 14
+    hashes = list(photographs("bundled"))
+    again = remeasure(card(), OF.cases[0], "c", 0, hashes[4:8], Photographs(), ["client-unrolling"])
+    assert again.defense.tolist() == [AGGREGATION] * 4
+    assert again.image_sha256.tolist() == hashes[4:8]
+
+
+def test_a_picture_is_looked_for_in_the_run_that_has_its_photograph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "execute", ran)
+    monkeypatch.setattr(measure, "attacks_of", lambda *given: ["client-unrolling"])
+    row = {"case": "five epochs", "setting": "c", "attack": "client-unrolling", "draw": 0}
+    first, last, left = (
+        run_with_pictures(card(), row | {"image_sha256": list(photographs("bundled"))[i]}, Photographs(), tmp_path)
+        for i in (0, 11, 12)
+    )
+    assert first == last != left
+
+
+def test_the_same_is_released_whatever_is_drawn_and_the_mean_is_what_it_was() -> None:
+    assert draws_of(card()) == 1
+    assert worth_of(card(), Photographs()) == 1.0
+    assert not card().stated_alone
+
+
+def test_who_tells_images_apart_knows_it() -> None:
+    assert AGGREGATION in declared_defenses("client-unrolling")
+    assert AGGREGATION in declared_defenses("token-separation")  # a mean of single steps is a gradient of a batch
+    for name in ("patch-gradient", "mjp-full", "least-squares", "no-such-attack"):
+        assert AGGREGATION not in declared_defenses(name)
+
+
+@pytest.mark.parametrize(("attack", "known"), [("client-unrolling", ("client-unrolling",)), ("patch-update", ())])
+def test_the_rule_asks_who_knows_it(attack: str, known: tuple[str, ...]) -> None:
+    lead = {"psnr": 60.0, "ssim": 0.9, "psnr_affine": 60.0, "correlation": 1.0, "gms_affine": 0.0}
+    names = list(photographs("bundled"))
+    rows = [
+        {"case": "one epoch", "setting": "c", "defense": AGGREGATION, "defense_params": '{"clients": 4}'}
+        | {"attack": by, "geometry": "in_place", "image": sha, "image_sha256": sha, "draw": 0, "seed": 0}
+        | {"status": "ok", "schema": 12, "release": "update", "effort": "standard", "victim": "vit_ti"}
+        | {name: value - 50 * (by != attack) * (name == "psnr") + i for name, value in lead.items()}
+        for by in (attack, "control:flat")
+        for i, sha in enumerate(names)
+    ]
+    found = judge(DataFrame(rows).reindex(columns=[*measure.KEPT, *OF.metrics]), OF)
+    assert found.known_by == known
+    assert found.verdict == "broken"
+    assert any(flag.startswith("No adaptive attack") for flag in found.flags) == (not known)
+    assert not any(flag.startswith("One draw") for flag in found.flags)
+
+
+def test_whole_releases_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, wanted = importlib.import_module("privlab.benchmark.verify"), list[list[str]]()
+
+    def again(of: Card, case: TrackCase, setting: str, draw: int, hashes: list[str], *how: object) -> DataFrame:
+        wanted.append([*hashes])
+        return DataFrame()
+
+    monkeypatch.setattr(own, "remeasure", again)
+    done = Result({"rows": {"columns": {"case": {"all": "one epoch"}}, "count": 1}, "draws": 1}, Path())
+    for seed in range(20):
+        own._drawn(Random(seed), card(), 2, Photographs(), done, [ClientUnrolling()])
+    hashes = list(photographs("bundled"))
+    releases = [hashes[i : i + 4] for i in (0, 4, 8)]
+    assert all(each in releases for each in wanted)
+    assert {each[0] for each in wanted} == {each[0] for each in releases}
+
+
+@pytest.mark.parametrize("name", ["jigsaw", "blur"])
+def test_the_track_takes_defenses_of_images(name: str) -> None:
+    (other,) = defense_entries("gradients" if name == "jigsaw" else "features", [name])
+    text = other.text.replace(f'track = "{other.track}"', 'track = "local-training"')
+    assert [part.name for part in instances(parse_card(text, "my.toml", Path()))] == [name]
+
+
+def test_the_track_takes_no_filter_of_updates() -> None:
+    text = (PACKAGE / "cards/updates-pruning.toml").read_text("utf-8").replace('"updates"', '"local-training"')
+    with pytest.raises(PrivlabError, match="acts on gradients, which the track 'local-training' does not take"):
+        instances(parse_card(text, "my.toml", Path()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mjp", "secure-aggregation"])
+def test_the_package_s_result_is_measured_again(
+    name: str, cli: Callable[..., Any], shared: Callable[[str], Path]
+) -> None:
+    of = read_card(PACKAGE / f"cards/local-training-{name}.toml")
+    given = ("--weights", shared("weights/vit_tiny_patch16_224.safetensors")) if of.victim_name == "vit_ti" else ()
+    found = cli("benchmark", "verify", PACKAGE / f"results/local-training-{name}.json", "--json", *given).json
+    assert found["apart"] <= found["tolerance"]
