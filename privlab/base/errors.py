@@ -13,6 +13,10 @@ class PrivlabError(ValueError):
     """A mistake in what the user asked for or handed over; its message is the one line that a user reads."""
 
 
+_OTHER_NAMES = {"learning_rate": "lr", "max_grad_norm": "clip", "local_epochs": "epochs", "num_images": "images"}
+"""Names that other libraries give to what has another one here, which no likeness of letters finds."""
+
+
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
     """Return the error for a `name` that is none of the `choices`, with the nearest valid names.
 
@@ -23,6 +27,8 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
     """
     choices = sorted(choices)
     near = get_close_matches(name, choices, n=3, cutoff=0.4)
+    if (same := _OTHER_NAMES.get(name)) in choices:
+        near = [same]
     more = f" and {len(choices) - _MOST_CHOICES} more" if len(choices) > _MOST_CHOICES else ""
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Choose from: {', '.join(choices[:_MOST_CHOICES])}{more}."
     return PrivlabError(f"Unknown {kind} '{name}'. {hint}")

@@ -195,11 +195,16 @@ def check_concluded(
     pairs = [(judged, found)] if "verdict" in found else [(judged.get(name, {}), own) for name, own in found.items()]
     for said, own in pairs:
         for name in (each for each in names if each in own):
-            if not _alike(said.get(name), own[name]):
+            if not _alike(*(_heads(of) if name == "flags" else of for of in (said.get(name), own[name]))):
                 raise PrivlabError(
                     f"{result.path} was edited, or is of another version: by its rows, {name} is "
                     f"{_short(own[name])}, and it says {_short(said.get(name))}. Submit the entry again."
                 )
+
+
+def _heads(flags: Any) -> Any:  # noqa: ANN401
+    """Return the heads of flags: after the colon some name every attack of the package, which later ones join."""
+    return [str(flag).partition(":")[0] for flag in flags] if isinstance(flags, list | tuple) else flags
 
 
 def _alike(said: Any, found: Any) -> bool:  # noqa: ANN401

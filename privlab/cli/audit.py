@@ -22,7 +22,6 @@ from privlab.cli.common import (
     progress_bar,
 )
 from privlab.release.given import check_gradients, session_folders
-from privlab.victims.names import check_weights_file
 
 if TYPE_CHECKING:
     from privlab.runs import GradientAudit
@@ -108,8 +107,9 @@ def audit_update(context: click.Context, files: tuple[Path, Path], path: Path, o
     _refuse(context, _UPDATE | _SCORING, "--update: the files hold the weights of one round. Leave it out.")
     if options["client"] is None:
         raise PrivlabError("--update needs --client: what the server knows of the training. Found none: give sgd.")
-    for file in files:
-        check_weights_file(file)
+    for file, role in zip(files, ("before", "after"), strict=True):
+        if not file.is_file():
+            raise PrivlabError(f"No file at '{file}'. Give the weights {role} the round, BEFORE AFTER.")
     return _audit(context, files, path, options, {"client": options["client"]}, _UPDATE)
 
 

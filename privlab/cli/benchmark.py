@@ -66,10 +66,13 @@ def benchmark() -> None:
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     """Show the entries: those with a rank first, the least leakage first.
 
-    The column "unreliable" has the heads of the reasons; --json has them in full.
+    The worst case is in dB, of keys a share. The column "unreliable" has the heads of the reasons, "known by" the first
+    attack and the number of the others; --json has both in full.
     """
     from privlab.base import check_name
     from privlab.benchmark import TRACKS, entries, standings
+    from privlab.benchmark.tracks import track as of_track
+    from privlab.metrics import DECIBELS
 
     if track is not None:
         check_name("track", track, TRACKS)
@@ -79,11 +82,12 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
         return
     table = Table("track", "", "entry", "worst case", "verdict", "known by", "kept", "unreliable", header_style="bold")
     for row in rows:
-        score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}"
+        unit = " dB" if of_track(row.track).lead in DECIBELS else ""
+        score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}{unit}"
         worth = "—" if row.measured_utility is None else f"{row.measured_utility:.2f}"
-        known = ", ".join(row.known_by) or "no attack"
+        known = " + ".join([*row.known_by[:1], *([str(len(row.known_by) - 1)] if row.known_by[1:] else [])])
         reasons = "; ".join(dict.fromkeys(reason.partition(":")[0] for reason in row.unreliable))
-        cells = (row.track, str(row.rank or "—"), row.name, score, row.verdict, known, worth, reasons)
+        cells = (row.track, str(row.rank or "—"), row.name, score, row.verdict, known or "no attack", worth, reasons)
         table.add_row(*map(escape, cells))
     print_table(table)
 

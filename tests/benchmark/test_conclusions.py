@@ -1,6 +1,7 @@
 """What a result file concludes is derived from its rows again: who edits it and makes the hash anew gains nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,25 @@ def test_edited_conclusions_fail_whatever_the_hash_says(
     assert said in cli("benchmark", "verify", edited(tmp_path, change)).error
 
 
+def test_a_flag_that_names_the_attacks_of_another_version_is_the_same_flag() -> None:
+    (result,) = (each for each in entries() if each.path.stem == "gradients-censor")
+    found = conclude(result.card, result.rows)
+
+    def refused(flags: list[str]) -> str:
+        judged = result.data["judged"] | {"flags": flags}
+        try:
+            check_concluded(replace(result, data={**result.data, "judged": judged}), found)
+        except PrivlabError as error:
+            return str(error)
+        return ""
+
+    flags = [f"{flag}, one-to-come not scored" for flag in result.data["judged"]["flags"]]
+    assert flags
+    assert refused(flags) == ""
+    for other in ([], [*flags, "Failed: all"], ["Failed: all"]):
+        assert "by its rows, flags is " in refused(other)
+
+
 def test_rows_that_were_edited_with_their_conclusions_are_measured_again(
     tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
@@ -73,6 +93,7 @@ def test_the_list_has_the_words_of_the_rows(tmp_path: Path) -> None:
         [row.as_json() for row in standings(each for each in results if each.path.stem.startswith("gradients-q"))]
         for results in (given, entries())
     )
+    before[0]["identity"] = None  # of entries of the package alone
     assert after == before
     assert len(after) == 1
 

@@ -301,7 +301,21 @@ MISTAKES: dict[str, tuple[Callable[[tuple[Path, Path]], tuple[Path, Path]], tupl
         (),
         "The weights of before.safetensors must be floating-point numbers. Found blocks.0.attn.proj.bias of torch.int",
     ),
-    "no file": (lambda files: (files[0], files[1].with_name("none.safetensors")), (), "none.safetensors"),
+    "no file": (
+        lambda files: (files[0], files[1].with_name("none.safetensors")),
+        (),
+        "none.safetensors'. Give the weights after the round, BEFORE AFTER.",
+    ),
+    "no file before": (
+        lambda files: (files[0].with_name("none.safetensors"), files[1]),
+        (),
+        "none.safetensors'. Give the weights before the round, BEFORE AFTER.",
+    ),
+    "another name": (
+        lambda files: files,
+        ("--set", "client.learning_rate=0.1"),
+        "Unknown option 'learning_rate'. Did you mean lr?",
+    ),
     "no steps": (lambda files: files, ("--set", "client.steps=0"), "client.steps must be at least 1. Found 0."),
     "size": (lambda files: files, ("--img-size", "48"), "--img-size sets the client's resolution"),
     "model": (lambda files: files, ("--model", "cifar_vit"), "before.safetensors holds the weights of"),

@@ -183,6 +183,9 @@ def test_more_budget_made_it_worse(few: Mapping[str, Any], many: Mapping[str, An
     assert "=20 20.50 dB leaks less than with " in line
     assert line.endswith("=10 22.50 dB")
     assert found(pd.concat([first, more.assign(psnr=more.psnr + 4)])) == {}
+    apart = first.psnr - first.psnr.mean()
+    near = [rows.assign(psnr=apart + mean) for rows, mean in ((first, 22.5051), (more, 22.5049))]  # 22.51 and 22.50
+    assert found(pd.concat(near)) == {}
     assert found(pd.concat([first, more.assign(setting="b")])) == {}  # another case altogether
     other = json.dumps({**many, "epsilon": 0.2})
     assert found(pd.concat([first, more.assign(attack_params=other)])) == {}  # not the budget alone

@@ -148,7 +148,7 @@ def _worse_with_more(facts: Facts) -> list[str]:
             for (other, more), high in runs:
                 if rest == other and less.keys() == more.keys() and less != more and _at_least(more, less):
                     before, after = _paired_means(facts, own, low, high)
-                    if facts.rank(after) < facts.rank(before):
+                    if facts.rank(after - before) < 0:  # two means may round apart that are not
                         weak, strong = (
                             facts.with_mean(_budget_text(more, less), after),
                             facts.with_mean(_budget_text(less, more), before),
