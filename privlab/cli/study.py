@@ -355,7 +355,7 @@ def adam(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 @click.option("--offset", type=click.IntRange(min=0), help="Leave out the first J images, before --limit.")
 @common
 def adam_pairs(as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Try attacks of one image on steps of AdamW on two, and compare with both photographs."""
+    """Run attacks of one image on steps of AdamW on two, and compare what they find with both photographs."""
     from privlab.experiments.studies.adam_pairs import AdamPairsStudy, to_rows
 
     with warned():

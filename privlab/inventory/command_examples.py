@@ -45,6 +45,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "study placement": ("privlab study placement --images cifar10.parquet --limit 200 --out placement",),
     "study architectures": ("privlab study architectures --models vit_small_patch16_dinov3 --limit 1",),
     "study adam": ("privlab study adam --model cifar_vit --limit 2",),
+    "study adam-pairs": ("privlab study adam-pairs --model cifar_vit --limit 2",),
     "study federation": ("privlab study federation --model vit_ti --img-size 160 --max-psnr 200 --out federation",),
     "study jigsaw": ("privlab study jigsaw --images FOLDER --offset 200 --public FOLDER --missing 0,3 --out jigsaw",),
     "study noise-bound": (
