@@ -91,21 +91,22 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     released, seen = update_observation(released, base.model, client, filters)
     check_order(seen, released.source)
     label = label_of_update(seen) if client.released_images == 1 else None
-    if not filters:  # what a filter took of an update, no other settings explain
-        check_adam(seen, label, released.source)
     if label is None and client.released_images == 1 and client.has_labels and "head.bias" in released.gradients:
         _warn(
             f"{released.source} have equal biases of the head, so that the update tells no label and no reconstruction "
             "can be checked. Weights of two models look like this, or a head that did not train."
         )
     if label is not None:
-        if not filters:
+        if not filters:  # what a filter took of an update, no other settings explain
             fitted = configure(PatchUpdate, spec.options).decay == "fitted"
             found = check_settings(seen, label, released.source, fitted=fitted)
             if found is not None and found != client:
                 seen = replace(seen, client=found)
                 spec = replace(spec, options=(*spec.options, f"client.weight_decay={found.weight_decay!r}"))
+            check_adam(seen, label, released.source)
         return Given(spec, base, released, seen, Told((label,), (label,)))
+    if not filters:
+        check_adam(seen, None, released.source)
     told = None if filters or client.gradient_factor is None else _told(base, as_gradients(seen))
     return Given(spec, base, released, seen, told)
 
