@@ -30,6 +30,7 @@ from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGra
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
 from .gradients.token_separation import TokenSeparation as TokenSeparation
+from .published.learning_to_invert import LearningToInvert as LearningToInvert
 from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .published.qkv_completion import QkvCompletion as QkvCompletion
 from .registry import ATTACKS as ATTACKS

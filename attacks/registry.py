@@ -33,6 +33,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "qkv-completion": "privlab.attacks.published.qkv_completion:QkvCompletion",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
         "orthogonal-matching": "privlab.attacks.published.orthogonal_matching:OrthogonalMatching",
+        "learning-to-invert": "privlab.attacks.published.learning_to_invert:LearningToInvert",
         "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",
         "head-inversion": "privlab.attacks.gradients.head_inversion:HeadInversion",
         "cocktail-party": "privlab.attacks.baselines.cocktail_party:CocktailParty",

@@ -1,3 +1,8 @@
+from .gradients import GradientDecoder as GradientDecoder
+from .gradients import GradientDecoderSpec as GradientDecoderSpec
+from .gradients import gradient_decoder_for as gradient_decoder_for
+from .gradients import own_releases as own_releases
+from .gradients import slots_of as slots_of
 from .networks import DECODERS as DECODERS
 from .networks import Decoder as Decoder
 from .networks import Shape as Shape

@@ -31,6 +31,9 @@ __all__ = [
     "SetDecoder",
     "Shape",
     "TokenDecoder",
+    "attention_blocks",
+    "pixel_map",
+    "slot_positions",
 ]
 
 HEAD_WIDTH = 32
@@ -154,10 +157,10 @@ class MaeDecoder(Decoder):
     def __init__(self, shape: Shape, width: int, depth: int) -> None:
         super().__init__(shape, width)
         self.inwards = nn.Linear(shape.width, width)
-        places = _positions(shape, width)
+        places = slot_positions(shape, width)
         self.register_buffer("positions", F.pad(places, (0, 0, shape.prefix, 0)), persistent=False)
-        self.blocks = _blocks(width, depth)
-        self.outwards = _to_pixels(shape, width)
+        self.blocks = attention_blocks(width, depth)
+        self.outwards = pixel_map(shape, width)
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
         """Return images."""
@@ -198,13 +201,13 @@ class SetDecoder(Decoder):
     def __init__(self, shape: Shape, width: int, depth: int) -> None:
         super().__init__(shape, width)
         self.inwards = nn.Linear(shape.width, width)
-        self.encoder = _blocks(width, 1)
-        self.register_buffer("positions", _positions(shape, width), persistent=False)
+        self.encoder = attention_blocks(width, 1)
+        self.register_buffer("positions", slot_positions(shape, width), persistent=False)
         self.queries = nn.Linear(width, width)
         self.slots = nn.Parameter(0.02 * torch.randn(shape.slots, width))
         self.looks = nn.ModuleList(_Look(width) for _ in range(depth))
-        self.blocks = nn.ModuleList(_blocks(width, depth))
-        self.outwards = _to_pixels(shape, width)
+        self.blocks = nn.ModuleList(attention_blocks(width, depth))
+        self.outwards = pixel_map(shape, width)
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
         """Return images."""
@@ -230,7 +233,7 @@ class TokenDecoder(Decoder):
         self.inwards = nn.Linear(shape.width, width)
         self.slots = nn.Embedding(tokens, width)
         self.layers = nn.Sequential(*(_Mlp(width) for _ in range(depth)))
-        self.outwards = _to_pixels(shape, width)
+        self.outwards = pixel_map(shape, width)
 
     def forward(
         self, features: Float[Tensor, "b t d"], slots: Int[Tensor, "b t"]
@@ -311,12 +314,13 @@ class _Look(nn.Module):
         return slots + self.attention(self.of_slots(slots), bag, bag, need_weights=False)[0]
 
 
-def _blocks(width: int, depth: int) -> nn.Sequential:
+def attention_blocks(width: int, depth: int) -> nn.Sequential:
+    """Return Transformer blocks, whose heads have the width `HEAD_WIDTH`."""
     return nn.Sequential(*(Block(width, width // HEAD_WIDTH, qkv_bias=True) for _ in range(depth)))
 
 
-def _to_pixels(shape: Shape, width: int) -> nn.Linear:
-    """Return a map to pixels that starts at grey; no norm precedes it, because a row's length holds its contrast."""
+def pixel_map(shape: Shape, width: int) -> nn.Linear:
+    """Return a map to pixels that starts at grey; where no norm precedes it, a row's length holds its contrast."""
     return _silent(nn.Linear(width, 3 * shape.patch**2))
 
 
@@ -327,5 +331,6 @@ def _silent(layer: Layer) -> Layer:
     return layer
 
 
-def _positions(shape: Shape, width: int) -> Float[Tensor, "n e"]:
+def slot_positions(shape: Shape, width: int) -> Float[Tensor, "n e"]:
+    """Return the fixed 2-D sin-cos positions of the slots."""
     return build_sincos2d_pos_embed(list(shape.grid), dim=width)

@@ -5,31 +5,26 @@ draws of its releases are its own, and new in every batch: whatever the decoder 
 """
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import DECODERS, Decoder, OwnRelease, Shape
-from privlab.base import PrivlabError, PrivlabWarning, check_name, draw_for, full_precision, write_whole
+from privlab.attacks.decoders.store import kept_decoder, warn_of_few
+from privlab.base import check_name, draw_for, full_precision
 from privlab.patches import permute
 from privlab.release import send
 from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, Stack
 from privlab.training import Compute, Listener, Plan, train
-from privlab.victims import VictimModel, cache_folder, hash_of
+from privlab.victims import VictimModel, hash_of
 
 __all__ = ["DecoderSpec", "decoder_for", "decoder_key", "make_release", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
-LEAST_IMAGES = 200
-"""Number of public images below which a decoder is poor."""
-
 Parts = Sequence[Defense | FeatureDefense | GradientDefense]
 
 
@@ -82,6 +77,13 @@ def make_release(
     )
 
 
+def mirrored_and_rolled(images: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
+    """Return images of which half are mirrored, at random, and all are rolled by one random shift."""
+    mirrored = (torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5).to(images.device)
+    shifts = [int(torch.randint(side, (), generator=draw)) for side in images.shape[2:]]
+    return torch.where(mirrored, images.flip(3), images).roll(shifts, (2, 3))
+
+
 class Inversion:
     """The training recipe of a decoder: from releases of public images back to these images."""
 
@@ -108,9 +110,7 @@ class Inversion:
         """Return a new release of some public images: features, source, images and fed images (see `OwnRelease`)."""
         images = self.public[rows.to(self.public.device)].to(self.victim.mean)
         if self.spec.augment:
-            mirrored = (torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5).to(images.device)
-            shifts = [int(torch.randint(side, (), generator=draw)) for side in images.shape[2:]]
-            images = torch.where(mirrored, images.flip(3), images).roll(shifts, (2, 3))
+            images = mirrored_and_rolled(images, draw)
         seen = make_release(self.victim, self.defense, images, draw, self.cut_layer)
         return seen.features, seen.source, seen.images, seen.fed
 
@@ -175,7 +175,7 @@ def decoder_for(
     Args:
         model: the victim, on whose device the decoder is put.
         defense: the defenses that the client uses, in their order.
-        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than `LEAST_IMAGES`.
+        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than 200.
         spec: the kind and size of the decoder, and the plan of its training.
         cut_layer: ℓ, the number of blocks that the client holds.
         progress: is called with the progress of a training; never, if the decoder is in the cache.
@@ -183,21 +183,14 @@ def decoder_for(
     Warns:
         PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
     """
-    if len(public) < LEAST_IMAGES:
-        _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
+    warn_of_few(public)
     key = decoder_key(model, defense, public, spec, cut_layer)
-    path = cache_folder("decoders") / f"{spec.kind}-{key[:32]}.safetensors"
-    if path.exists():
-        decoder = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
-        if _load(decoder, path, key):
-            return decoder.to(model.mean.device).eval()
-        _warn(f"The decoder in {path} is damaged or foreign: it is trained anew.")
-    decoder = train_decoder(model, defense, public, spec, cut_layer, progress=progress)
-    try:
-        write_whole(path, lambda made: _save(decoder, made, key))
-    except (PrivlabError, SafetensorError) as error:
-        _warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.")
-    return decoder
+    return kept_decoder(
+        spec.kind,
+        key,
+        lambda: DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth),
+        lambda: train_decoder(model, defense, public, spec, cut_layer, progress=progress),
+    ).to(model.mean.device)
 
 
 def decoder_key(
@@ -216,26 +209,3 @@ def decoder_key(
     parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
     parts += (f"cut layer {cut_layer}",) if cut_layer else ()
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _save(decoder: Decoder, path: Path, key: str) -> None:
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
-    save_file(state, path, {"privlab": f"{key} {hash_of(state)}"})
-
-
-def _load(decoder: Decoder, path: Path, key: str) -> bool:
-    """Load the weights of a file into a decoder; return whether they are those of `key` and undamaged."""
-    try:
-        with safe_open(path, "pt") as file:
-            facts = (file.metadata() or {}).get("privlab")
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        if facts != f"{key} {hash_of(state)}":
-            return False
-        decoder.load_state_dict(state)
-    except (OSError, SafetensorError, RuntimeError):
-        return False
-    return True
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=3)

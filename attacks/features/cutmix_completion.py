@@ -43,7 +43,7 @@ _Rectangle = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class CutMixCompletion:
-    """Find the origins s_i(p) of all pixels, take back what other images show of each, and fill the rest smoothly.
+    """Find the origins s_i(p) of all pixels, take parts that other images show from there, and fill the rest smoothly.
 
     The images y_i that the rows tell are those of `least-squares`, and of `depth-optimisation` behind blocks. s_i(p) is
     another image within one rectangle, which CutMix may draw, and i elsewhere. The rectangles maximise
@@ -55,7 +55,7 @@ class CutMixCompletion:
     inverted likewise, give σ, the mean absolute difference α of adjacent pixels and β of unrelated ones. A start takes
     the best rectangle of all, then the best of the other images and so on, some with one image put last; then one after
     the other is set to its best over all the others. A pixel that another image shows in its rectangle comes from
-    there; those that none shows are harmonic.
+    there; the pixels that no image shows are harmonic.
 
     Args:
         starts: the number of starts, of which the likeliest end is taken, at least 1.

@@ -190,14 +190,15 @@ def _filter_for(attack: Any) -> GradientDefense:  # noqa: ANN401
 
 def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterator[Callable[[], Seen]]:
     """Yield what makes each observation on which an attack may be tried."""
-    images = photographs(victim)[:2].to(victim.mean)
+    images, public = photographs(victim)[:2].to(victim.mean), photographs(victim)[2:].to(victim.mean)
     labels = torch.arange(2) % victim.vit.num_classes
 
     def draw(number: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed + number)
 
     def gradients(model: VictimModel, *defense: Any) -> Observation:  # noqa: ANN401
-        return observe(model, images, labels, sorted(released_parameters(model)), defense, [draw(0), draw(1)])
+        read = sorted(released_parameters(model))
+        return observe(model, images, labels, read, defense, [draw(0), draw(1)], public=public)
 
     def update(client: Client) -> Observation:
         one_by_one = zip(images.split(1), labels.split(1), (draw(0), draw(1)), strict=True)
@@ -209,7 +210,7 @@ def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterato
         return observe(victim, feed, labels, sorted(released_parameters(victim)), stack.parts)
 
     def features(*defense: Any) -> FeatureObservation:  # noqa: ANN401
-        stack, public = Stack(defense), photographs(victim)[2:].to(victim.mean)
+        stack = Stack(defense)
         draws = Draws([draw(0), draw(1)], draw(2), draw(3))
         feed = stack.feed(images, victim.patch, draws.images, key=draws.model)
         return observe_features(victim, send(victim, feed, stack, draws), stack, public)

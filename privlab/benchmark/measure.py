@@ -19,7 +19,7 @@ from privlab.grids import IN_PROCESS, Engine
 from privlab.images import open_images
 from privlab.metrics import MIRRORED
 from privlab.report.tables import DETERMINISTIC
-from privlab.report.tables.knowledge import AGGREGATION
+from privlab.report.tables.knowledge import AGGREGATION, undefended_attack
 from privlab.runs import execute, specify
 
 __all__ = ["KEPT", "Photographs", "case_label", "measure_defense", "remeasure", "run_with_pictures"]
@@ -110,6 +110,8 @@ def attacks_of(
 ) -> list[Any]:
     """Return those of the attacks that can run on a case of the track.
 
+    On the undefended case an attack comes with its counterpart, which is its positive control there.
+
     Args:
         card: that of the defense.
         case: the track's.
@@ -121,6 +123,9 @@ def attacks_of(
         PrivlabError: if none can, or the victim's weights are not the track's.
     """
     asked = list(card.of.attacks if attacks is None else attacks)
+    if setting == "a" and attacks is not None:
+        names = [getattr(attack, "name", attack) for attack in attacks]
+        asked += [name for name in dict.fromkeys(map(undefended_attack, names)) if name not in names]
     spec = specification(card, case, setting, asked, how)
     base = victim_of(spec, torch.device("cpu"))
     wanted = card.of.victim(card.victim_name).weights_sha256
@@ -155,7 +160,7 @@ def measure_defense(
         how: its photographs, and the weights of a victim that is not in the package.
         out: folder of the run directories; what they hold already is not run again.
         attacks: those to run, made with their options; None for the track's own. A case where none of these can run is
-            left out, such as the undefended one for an attack on keys.
+            left out, such as the undefended one for an attack on the key of a defense that has no counterpart.
         engine: where the photographs are attacked; it changes no score by more than rounding.
 
     Raises:

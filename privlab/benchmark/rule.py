@@ -205,8 +205,9 @@ def _judged_anew(own: Judged, records: pd.DataFrame, of: Track, card: Card, thei
 
 
 def _attacks_of(result: Result) -> set[str]:
-    """Return the names by which the rows of a result have its attack."""
-    return {name for name in result.rows.attack.unique() if not name.startswith(CONTROL)}
+    """Return the names by which the rows of a result have its attack; undefended ones may be of its counterpart."""
+    names = result.rows.attack[result.rows.setting != "a"].unique()
+    return {name for name in names if not name.startswith(CONTROL)}
 
 
 def rank(rows: Sequence[Standing]) -> list[Standing]:

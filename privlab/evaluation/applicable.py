@@ -226,7 +226,7 @@ def _grants(
     """Return what released gradients, or the update of a client, grant on a block variant of a victim."""
     if spec.local_training is not None:
         return update_capabilities(victim.model, spec.local_training, defense)
-    return gradient_capabilities(victim.model, defense, spec.gradient_batch)
+    return gradient_capabilities(victim.model, defense, spec.gradient_batch, public=spec.public_limit)
 
 
 def _because(base: Victim, spec: Specification) -> dict[Capability, str]:

@@ -87,7 +87,7 @@ class Evaluator:
     """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
 
     `metrics` are those that can be computed here; the others stay null in the records. `public` holds photographs by
-    their hash: negative controls are made of them, and attacks on features may use them. Strips are returned only if
+    their hash: negative controls are made of them, and attacks may use them. Strips are returned only if
     `strips`, controls are scored only if `controls`, and reconstructions are returned only if `keep`. If `kept` holds
     the reconstructions of an earlier run, by CELL/IMAGE, these are scored and no attack runs.
     """
@@ -242,7 +242,7 @@ class Evaluator:
         seen, seconds = self._once(
             (trial.setting, group.victim.block, batch.together),
             lambda: (
-                observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B)
+                observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B, self._public_to(batch))
                 if client is None
                 else observe_clients(model, client, trial, batch, group.parameters, draws, parts)
             ),
@@ -286,7 +286,8 @@ class Evaluator:
     @cached_property
     def _all_public(self) -> Float[Tensor, "m c h w"]:
         """Return the public images as one tensor, the same for all batches: attacks cache what they compute from it."""
-        return torch.stack([*self.public.values()]).to(self.base.model.mean)
+        none = torch.empty(0, *self.base.model.image_shape)
+        return (torch.stack([*self.public.values()]) if self.public else none).to(self.base.model.mean)
 
     def _attack(
         self,
@@ -306,8 +307,8 @@ class Evaluator:
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
         names, placed = self.rows.geometries(trial.setting), attack_declarations(attack).places
         try:
-            if isinstance(seen, FeatureObservation):  # all public images may be in this batch, and are none then
-                check_capabilities(attack, seen.grants)
+            if Capability.AUXILIARY_IMAGES in attack.requires:  # all may be in this batch, and there are none then
+                check_capabilities(attack, seen.grants, force=self.spec.force)
             read = as_read(attack, seen)
             beyond = self._beyond(attack, read, b)
             own = (trial.setting, group.victim.block, batch.together, attack.name)

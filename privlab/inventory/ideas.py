@@ -183,6 +183,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "gradients fulfil all of them, with a prior on images.",
         ("guess an image", "gradients of its length, orthogonal", "search for the image"),
     ),
+    "learning-to-invert": Idea(
+        "The adversary takes the step of a client on images of its own, and applies the defense to the gradients with "
+        "draws of its own. On these pairs it trains a decoder from a release back to its image. The decoder learns "
+        "what the defense leaves, whatever the defense is.",
+        ("own releases of public images", "train a decoder", "apply it to the release"),
+    ),
     "gradient-matching": Idea(
         "The attack guesses an image, and computes the gradient that a client with that image would release. An "
         "optimiser changes the guess until both gradients agree. It starts from the best closed form that the threat "
@@ -233,8 +239,8 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
     ),
     "cutmix-completion": Idea(
         "The rectangle that covers a part of each image is of another one in the same batch, so the two look alike "
-        "there, and it has sharp borders. The attack finds all rectangles of the batch together. It takes back what "
-        "other images show of each, and fills smoothly what none shows.",
+        "there, and it has sharp borders. The attack finds all rectangles of the batch together. It takes what "
+        "other images show of a covered part from them, and fills pixels that no image shows smoothly.",
         ("invert the rows", "find the rectangles", "take back, and fill"),
     ),
     "map-inversion": Idea(

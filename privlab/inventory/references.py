@@ -35,6 +35,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "mjp-subspace": ("ren2023mjp",),
     "mjp-full": ("ren2023mjp",),
     "orthogonal-matching": ("zhang2025censor", "geiping2020inverting"),
+    "learning-to-invert": ("wu2023lti",),
     "block-key": ("kiya2023blockwise", "paikin2015jigsaw"),
     "gradient-matching": ("zhu2019dlg", "geiping2020inverting"),
     "class-token-key": ("xu2024permutation",),

@@ -130,6 +130,7 @@ def observe(
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
     draws: Sequence[Generator] = (),
     images_per_release: int = 1,
+    public: Float[Tensor, "m c h w"] | None = None,
 ) -> Observation:
     """Return what the adversary sees of clients that take one training step each, on one image or on a batch.
 
@@ -141,13 +142,14 @@ def observe(
         defense: the defenses at work, all of them public; those on gradients act here, one after the other.
         draws: the secret generator of each release, for them.
         images_per_release: B, the images whose mean loss one gradient is of: the first B are the first release.
+        public: images of the adversary's own, in [0, 1], as large as the model's input; None if it has none.
 
     Raises:
         PrivlabError: as in `released_gradients`, or if the defense withholds every parameter.
     """
     if isinstance(feed, Tensor):
         feed = Feed.undefended(feed, model.patch)
-    grants = gradient_capabilities(model, defense, images_per_release)
+    grants = gradient_capabilities(model, defense, images_per_release, public=0 if public is None else len(public))
     on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
     with full_precision():
         if on_gradients:
@@ -155,7 +157,7 @@ def observe(
             gradients = _defend(model, feed, labels, names, on_gradients, draws, images_per_release)
         else:
             gradients = released_gradients(model, feed, labels, parameters, images_per_release)
-    return Observation(model, gradients, grants, tuple(defense), images_per_release)
+    return Observation(model, gradients, grants, tuple(defense), images_per_release, public=public)
 
 
 _MOST_ENTRIES = 2**26
@@ -192,6 +194,7 @@ def gradient_capabilities(
     images_per_release: int = 1,
     *,
     trained: frozenset[str] | None = None,
+    public: int = 0,
 ) -> frozenset[Capability]:
     """Return the capabilities that released gradients of a model grant under a defense.
 
@@ -203,6 +206,7 @@ def gradient_capabilities(
         defense: the clients' defenses; one on gradients grants `gradient_defense`.
         images_per_release: B; `batch_size_one` is granted for B = 1 alone.
         trained: the parameters that the clients train and release; None for all that the model does not freeze.
+        public: the number of images of the adversary's own; they grant `auxiliary_images` from one on.
 
     Raises:
         PrivlabError: if the defense withholds every parameter.
@@ -210,6 +214,8 @@ def gradient_capabilities(
     grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE, Capability.CLASS_LABELS}
     if images_per_release == 1:
         grants.add(Capability.BATCH_SIZE_ONE)
+    if public:
+        grants.add(Capability.AUXILIARY_IMAGES)
     if any(isinstance(part, GradientDefense) for part in defense):
         grants.add(Capability.GRADIENT_DEFENSE)
     if effects_of(model, defense).values:

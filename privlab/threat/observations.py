@@ -33,6 +33,7 @@ class Observation:
     An attack returns r·B images, release by release; those of one release may be in any order, since the evaluator
     assigns them. `batch_size_one` is granted for B = 1 alone. `photographs` names the bundled photographs that an image
     prior may learn from if not all are allowed: it must not learn from a private image or other crops of its file.
+    `public` are the adversary's own images, in [0, 1] and as large as the model's input; None where it has none.
 
     With a `client`, each release is the update of a round of local training with these public settings, on B images,
     and `gradients` are −(θ_T − θ_0) in units of weights: of one step of SGD at rate η, η times the gradient. `model`
@@ -46,10 +47,12 @@ class Observation:
     images_per_release: int = 1
     photographs: tuple[str, ...] | None = None
     client: Client | None = None
+    public: Float[Tensor, "m c h w"] | None = None
 
     def _repr_html_(self) -> str:
         released = {name: _shape(gradient) for name, gradient in self.gradients.items()}
         facts = _public_facts(self) | {"images per release": self.images_per_release, "client": self.client}
+        facts |= {} if self.public is None else {"public images": len(self.public)}
         what = "the gradients of" if self.client is None else "what a round of training changed in"
         return facts_html("Observation: what the adversary has", facts | _listed(what, released))
 

@@ -169,11 +169,6 @@ def test_every_attack_fulfils_the_protocol() -> None:
         assert kind.requires <= set(Capability)
 
 
-def test_an_observation_has_no_field_for_the_image() -> None:
-    public = {"model", "gradients", "grants", "defense", "images_per_release", "photographs", "client"}
-    assert set(Observation.__dataclass_fields__) == public
-
-
 @pytest.mark.slow
 @random_weights
 def test_deit_s_leaks_photographs_in_float32(photographs: Photographs) -> None:

@@ -197,6 +197,17 @@ def test_cutmix_has_a_rank_by_the_attack_that_leaks_more_than_those_that_ignore_
     ]
 
 
+def test_censor_has_a_rank_by_the_decoder_that_is_trained_on_its_releases() -> None:
+    """Without a defense the decoder's counterpart runs, which is its positive control, and knows no defense."""
+    own = [each for each in entries() if each.path.stem in {"gradients-censor", "gradients-learning-to-invert"}]
+    (row,) = standings(own)
+    assert (row.rank, row.known_by, row.unreliable) == (1, ("learning-to-invert",), ())
+    assert row.verdict == "holds"
+    assert "which leaks, as patch-gradient, without the defense" in row.why
+    (alone,) = standings([each for each in own if each.card.kind == "defense"])
+    assert (alone.rank, alone.verdict) == (None, "no evidence")
+
+
 def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_path: Path, high: np.ndarray) -> None:
     low = result(tmp_path, "low", records((high - 5).tolist(), [5.0] * 64), utility=0.9)
     same = result(tmp_path, "same", records((high - 5).tolist(), [5.0] * 64), utility=0.2)

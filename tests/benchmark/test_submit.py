@@ -11,7 +11,7 @@ import pytest
 from pandas import DataFrame
 from PIL import Image
 
-from privlab.attacks import BlockKey, PatchGradient
+from privlab.attacks import BlockKey, PatchGradient, PatchGradientAdaptive
 from privlab.base import PrivlabError
 from privlab.benchmark import entries, measure
 from privlab.benchmark.cards import Card, parse_card, write_template
@@ -175,8 +175,15 @@ def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     monkeypatch.setattr(measure, "_run", ran)
     keyed, plain = (defense_entries("gradients", [name])[0] for name in ("block-scrambling", "jigsaw"))
     found = measure_defense(keyed, Photographs(), tmp_path, [BlockKey()])
-    assert [*found.setting] == ["c"]  # no values are permuted where nothing is defended
+    named = [getattr(each, "name", each) for each in found.attack]  # nothing is permuted where nothing is defended
+    assert [*zip(named, found.setting, strict=True)] == [("patch-gradient", "a"), ("block-key", "c")]
     assert {*measure_defense(plain, Photographs(), tmp_path, ["april"]).setting} == {"a", "c"}
+    (noisy,) = defense_entries("gradients", ["weak-noise"])
+    found = measure_defense(noisy, Photographs(), tmp_path, [PatchGradientAdaptive()])
+    ran_there = {
+        (getattr(each, "name", each), setting) for each, setting in zip(found.attack, found.setting, strict=True)
+    }
+    assert ran_there == {("patch-gradient", "a"), ("patch-gradient-adaptive", "c")}
     text = (ROOT / "experiments/benchmark/cards/updates-exclude-vars.toml").read_text().replace("^head", "^pos_embed|")
     withheld = parse_card(text, "card", tmp_path)  # undefended, patch-gradient runs
     with pytest.raises(PrivlabError, match=r"needs what this .* grant: learnable_pe_gradient"):

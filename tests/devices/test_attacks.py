@@ -44,6 +44,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "adapter-separation": {"starts": 8, "rounds": 1, "steps": 3, "tolerance": 0.5},
     "qkv-span": {"steps": 1},
     "orthogonal-matching": {"steps": 1},
+    "learning-to-invert": {"steps": 1, "releases": 8, "batch_size": 8},
     "feature-optimisation": {"steps": 1},
     "depth-optimisation": {"steps": 1},
     "patch-update": {"rounds": 1},
@@ -58,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "noise": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attacks": ("patch-gradient-adaptive",)},
     "matching": {"gamma": 0.5, "attacks": ("gradient-matching",)},
     "likelihood": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attacks": ("gradient-likelihood",)},
-    "orthogonal": {"defense": "censor", "attacks": ("orthogonal-matching",)},
+    "orthogonal": {"defense": "censor", "attacks": ("orthogonal-matching", "learning-to-invert")},
     "update": {"client": "sgd", "settings": ("a",)},
     "adam": {"client": "adamw", "settings": ("a",)},
     "head": {"client": "sgd", "settings": ("a",), "attacks": ("head-inversion", "cocktail-party")},
@@ -104,7 +105,7 @@ DOWNLOADS = {
     "attacks/rows/reassembly.py:_links",
     "attacks/baselines/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
     "attacks/decoders/networks.py:reconstruct",
-    "attacks/decoders/training.py:<dictcomp>",  # the decoder that is kept on disk
+    "attacks/decoders/store.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:distinct",
     "attacks/updates/round_unrolling.py:labels_near",  # the likely labels of a step, which Python tries one by one
     "attacks/tokens/context.py:missing",  # the places of tokens, which Python sorts

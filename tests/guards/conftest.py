@@ -41,6 +41,7 @@ SHORT = {
     "adapter-separation": {"starts": 8, "rounds": 1, "steps": 3, "tolerance": 0.5},
     "qkv-span": {"steps": 1},
     "orthogonal-matching": {"steps": 1},
+    "learning-to-invert": {"steps": 2, "releases": 8, "batch_size": 8},
     "feature-optimisation": {"steps": 3},
     **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
 }

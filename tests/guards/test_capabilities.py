@@ -47,6 +47,7 @@ def test_gradients_grant_what_they_show(tiny_model: Model) -> None:
     assert gradient_capabilities(model, (GradientNoise(),)) - one == {Capability.GRADIENT_DEFENSE}
     assert gradient_capabilities(model, (BlockScrambling(),)) - one == {Capability.PERMUTED_VALUES}
     assert gradient_capabilities(model, (BlockScrambling(pixels=0.0), Blur(0.1))) == one
+    assert gradient_capabilities(model, public=1) - one == {Capability.AUXILIARY_IMAGES}
     assert Capability.PLAIN_BLOCK in one
     assert Capability.APRIL_BLOCK not in one
     twin = gradient_capabilities(april_twin(model))
@@ -68,7 +69,7 @@ def test_features_grant_what_they_show(tiny_model: Model) -> None:
 
 
 def test_observations_have_no_field_for_the_truth() -> None:
-    gradients = {"model", "gradients", "grants", "defense", "images_per_release", "photographs", "client"}
+    gradients = {"model", "gradients", "grants", "defense", "images_per_release", "photographs", "client", "public"}
     assert {f.name for f in fields(Observation)} == gradients
     features = {"model", "features", "grants", "defense", "public", "cut_layer"}
     assert {f.name for f in fields(FeatureObservation)} == features

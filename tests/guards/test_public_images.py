@@ -38,6 +38,16 @@ def test_attacks_on_features_do_not_see_it(run: Any, crops: Tensor, public: dict
     assert torch.equal(seen.public, torch.stack([crops[7], *crops[36:380:29]]).to(seen.public))
 
 
+def test_attacks_on_gradients_do_not_see_it(run: Any, crops: Tensor, public: dict[str, Tensor]) -> None:
+    watched = run(defense="gradient-sign", attacks=("learning-to-invert",), public=public)
+    ((_, seen),) = watched.called
+    assert torch.equal(seen.public, torch.stack([crops[7], *crops[36:380:29]]).to(seen.public))
+    none = run(defense="gradient-sign", attacks=("learning-to-invert",), public=dict([*public.items()][1:3]))
+    rows = [row for row in none.records if row["attack"] == "learning-to-invert"]
+    assert rows
+    assert all(row["status"] == "failed" and "auxiliary_images" in row["reason"] for row in rows)
+
+
 def test_controls_are_made_without_it(run: Any, crops: Tensor, public: dict[str, Tensor]) -> None:
     """Each image is left out of its own controls alone."""
     ((mean, other, shuffled, _),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls

@@ -28,6 +28,7 @@ DEARER = {
         "spear",
     ),
     "orthogonal-matching",
+    "learning-to-invert",
     "adapter-separation",
     "qkv-span",
     "qkv-completion",
@@ -142,7 +143,7 @@ def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], c
     given = UPDATES["sgd"] if name == "fedavg-matching" else given
     given |= {"victim": small(act_layer=nn.ReLU)} if name == "spear" else {}
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
-    given = {"defense": "censor"} if name == "orthogonal-matching" else given
+    given = {"defense": "censor"} if name in ("orthogonal-matching", "learning-to-invert") else given
     given = ADAPTERS if name == "adapter-separation" else given
     given = LORA if name == "qkv-span" else given
     given = {"defense": "percentile-privacy"} if name == "qkv-completion" else given

@@ -1,0 +1,80 @@
+"""Decoders on disk: each is trained once for all that shapes it."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from privlab.base import PrivlabError, PrivlabWarning, write_whole
+from privlab.victims import cache_folder, hash_of
+
+__all__ = ["kept_decoder", "warn_of_few"]
+
+LEAST_IMAGES = 200
+"""Number of public images below which a decoder is poor."""
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def kept_decoder(kind: str, key: str, make: Callable[[], Network], train: Callable[[], Network]) -> Network:
+    """Return a decoder: from the cache, or trained and cached.
+
+    Args:
+        kind: the kind of decoder, with which the name of the file begins.
+        key: the SHA-256, in hexadecimal, of all that shapes it.
+        make: returns one with weights that are replaced.
+        train: returns a trained one.
+
+    Warns:
+        PrivlabWarning: if the stored file is damaged or foreign, or cannot be written.
+    """
+    path = cache_folder("decoders") / f"{kind}-{key[:32]}.safetensors"
+    if path.exists():
+        decoder = make()
+        if _load(decoder, path, key):
+            return decoder.eval()
+        _warn(f"The decoder in {path} is damaged or foreign: it is trained anew.")
+    decoder = train()
+    try:
+        write_whole(path, lambda made: _save(decoder, made, key))
+    except (PrivlabError, SafetensorError) as error:
+        _warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.")
+    return decoder
+
+
+def warn_of_few(public: Float[Tensor, "m c h w"]) -> None:
+    """Warn of a decoder that is trained on few images.
+
+    Warns:
+        PrivlabWarning: for fewer than `LEAST_IMAGES`.
+    """
+    if len(public) < LEAST_IMAGES:
+        _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
+
+
+def _save(decoder: nn.Module, path: Path, key: str) -> None:
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
+    save_file(state, path, {"privlab": f"{key} {hash_of(state)}"})
+
+
+def _load(decoder: nn.Module, path: Path, key: str) -> bool:
+    """Load the weights of a file into a decoder; return whether they are those of `key` and undamaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = (file.metadata() or {}).get("privlab")
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        if facts != f"{key} {hash_of(state)}":
+            return False
+        decoder.load_state_dict(state)
+    except (OSError, SafetensorError, RuntimeError):
+        return False
+    return True
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PrivlabWarning, stacklevel=4)
