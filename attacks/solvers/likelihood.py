@@ -49,6 +49,11 @@ class Likelihood:
         expected = (defense_declarations(part).expected for part in parts)
         return cls(released, variance, edge, tuple(each for each in expected if each is not None))
 
+    def take(self, rows: Int[Tensor, " s"]) -> "Likelihood":
+        """Return that of some of the releases."""
+        parts = (self.released, self.variance, self.edge)
+        return Likelihood(*({name: each[rows] for name, each in part.items()} for part in parts), self.expected)
+
     def __call__(self, g: Gradients, release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
         """Return −log p(released | g) less a constant: Σ r² / 2v, with r the distance of an entry to its interval."""
         for expected in self.expected:

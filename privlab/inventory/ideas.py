@@ -177,6 +177,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "gradients of all layers are likeliest, with a prior on images.",
         ("guess an image", "likelihood of the release", "climb to the likeliest image"),
     ),
+    "staged-likelihood": Idea(
+        "Whatever follows the first blocks, the gradients of their parameters depend on the image and on one gradient "
+        "behind these blocks. Of one block this is nearly linear, so that a poor start finds its way. The attack "
+        "solves for both, then does so for more blocks from the image found, up to all of them.",
+        ("start from a closed form", "image and gradient behind one block", "more blocks, up to all"),
+    ),
     "orthogonal-matching": Idea(
         "What the client releases of a layer is random, but it is as long as the layer's gradient, and orthogonal to "
         "it. These are two equations for each layer, whatever was drawn. The attack searches for an image whose "

@@ -34,6 +34,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "april": ("lu2022april", "ren2023mjp"),
     "mjp-subspace": ("ren2023mjp",),
     "mjp-full": ("ren2023mjp",),
+    "staged-likelihood": ("geiping2020inverting",),
     "orthogonal-matching": ("zhang2025censor", "geiping2020inverting"),
     "learning-to-invert": ("wu2023lti",),
     "block-key": ("kiya2023blockwise", "paikin2015jigsaw"),

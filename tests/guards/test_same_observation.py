@@ -29,6 +29,7 @@ DEARER = {
     ),
     "orthogonal-matching",
     "learning-to-invert",
+    "staged-likelihood",
     "adapter-separation",
     "qkv-span",
     "qkv-completion",
@@ -144,6 +145,7 @@ def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], c
     given |= {"victim": small(act_layer=nn.ReLU)} if name == "spear" else {}
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
     given = {"defense": "censor"} if name in ("orthogonal-matching", "learning-to-invert") else given
+    given = {"defense": "gradient-pruning"} if name == "staged-likelihood" else given
     given = ADAPTERS if name == "adapter-separation" else given
     given = LORA if name == "qkv-span" else given
     given = {"defense": "percentile-privacy"} if name == "qkv-completion" else given
