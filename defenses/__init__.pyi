@@ -5,6 +5,7 @@ from .features.row_permutation import RowPermutation as RowPermutation
 from .gradients.adaptive_clipping import AdaptiveClipping as AdaptiveClipping
 from .gradients.binary_weights import BinaryWeights as BinaryWeights
 from .gradients.censor import Censor as Censor
+from .gradients.encrypted_embedding import EncryptedEmbedding as EncryptedEmbedding
 from .gradients.exclude_vars import ExcludeVars as ExcludeVars
 from .gradients.gradient_noise import GradientNoise as GradientNoise
 from .gradients.gradient_pruning import GradientPruning as GradientPruning

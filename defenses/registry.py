@@ -30,6 +30,7 @@ DEFENSES: Registry["DefenseClass"] = Registry.of_places(
         "percentile-privacy": "privlab.defenses.gradients.percentile_privacy:PercentilePrivacy",
         "svt-privacy": "privlab.defenses.gradients.svt_privacy:SvtPrivacy",
         "censor": "privlab.defenses.gradients.censor:Censor",
+        "encrypted-embedding": "privlab.defenses.gradients.encrypted_embedding:EncryptedEmbedding",
         "adaptive-clipping": "privlab.defenses.gradients.adaptive_clipping:AdaptiveClipping",
         "exclude-vars": "privlab.defenses.gradients.exclude_vars:ExcludeVars",
     }

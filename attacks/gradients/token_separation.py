@@ -1,7 +1,7 @@
 """`token-separation`: the image without any gradient of position embeddings, from what the first MLP reads."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -40,7 +40,7 @@ from privlab.attacks.tokens import (
 )
 from privlab.base import PrivlabError, PrivlabWarning, linear_sum_assignment
 from privlab.images.photographs import photographs
-from privlab.threat import Capability, Observation, Reconstruction
+from privlab.threat import Capability, GradientDefense, Observation, Reconstruction
 from privlab.victims import PreNormBlock, VictimModel, first_block
 
 __all__ = ["TokenSeparation"]
@@ -69,6 +69,9 @@ class TokenSeparation(TokenSearch):
        borders fit. The same holds under MJP for masked slots, if ∂ℓ/∂E_pos tells which these are: for one image, or for
        all that share a mask.
 
+    A gradient of the embedding whose error is stated to be as large as itself, as where a defense encrypts it, is taken
+    for one that is not released.
+
     Patches whose token was not found are the smoothest ones, or, without position embeddings, grey.
 
     Args:
@@ -86,6 +89,7 @@ class TokenSeparation(TokenSearch):
 
     name: ClassVar[str] = "token-separation"
     paper: ClassVar[str] = "ours: the chain rule at the first block's MLP"
+    knows: ClassVar[frozenset[str]] = frozenset({"encrypted-embedding"})
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK})
     parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ)
     if_released: ClassVar[tuple[str, ...]] = (_PATCH_WEIGHT, "pos_embed")
@@ -125,6 +129,7 @@ class TokenSeparation(TokenSearch):
         Warns:
             PrivlabWarning: if slots are masked, and the gradient does not tell which.
         """
+        seen = _without_lost(seen)
         model, block, B = seen.model, first_block(seen.model), seen.images_per_release
         hidden = self._hidden(seen)
         count = model.vit.num_prefix_tokens + model.grid[0] * model.grid[1]
@@ -229,6 +234,17 @@ def _tokens_of_photographs(seen: Observation, block: PreNormBlock) -> Float[Tens
     images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
     z = model.embed(images).double()
     return torch.cat([block.norm2(each + block.attention(each)) for each in z])
+
+
+def _without_lost(seen: Observation) -> Observation:
+    """Return the observation without those gradients of the embedding whose stated errors are as large as they are."""
+    read = {name: seen.gradients[name] for name in TokenSeparation.if_released if name in seen.gradients}
+    error = {name: torch.zeros_like(g) for name, g in read.items()}
+    for part in seen.defense:
+        if isinstance(part, GradientDefense):
+            error = {name: error[name] + added for name, added in part.variance(read).items()}
+    lost = {name for name, g in read.items() if bool(error[name].mean() >= g.square().mean())}
+    return replace(seen, gradients={name: g for name, g in seen.gradients.items() if name not in lost})
 
 
 def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:

@@ -447,6 +447,12 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
         _GRADIENT,
         ("filters",),
     ),
+    "encrypted-embedding": DefenseFacts(
+        "It hides the embedding alone: the gradients of the first block's MLP tell its tokens, and these tell the "
+        "image, whatever the sequence is. It is a reading of an abstract.",
+        _GRADIENT,
+        ("published",),
+    ),
     "exclude-vars": DefenseFacts(
         "Its default leaves nothing out. What it leaves in is exact, and other attacks read that.",
         _GRADIENT,

@@ -466,6 +466,12 @@ DEFENSE_IDEAS: Mapping[str, Idea] = {
         "stay as they were.",
         ("update u", "scale to norm ≤ C", "C follows a quantile"),
     ),
+    "encrypted-embedding": Idea(
+        "The clients multiply the gradients of the embedding by a random sequence that they share, and the server does "
+        "not know. The closed forms of APRIL and others read these gradients. All later layers are released as they "
+        "are.",
+        ("gradients of the embedding", "multiply by secret numbers", "all other gradients"),
+    ),
     "exclude-vars": Idea(
         "The client leaves out the gradients or updates of some parameters. All others are released as they are. "
         "Attacks that read a missing parameter cannot run, and others can.",

@@ -86,6 +86,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "gradient-pruning": ("lin2018dgc", "zhu2019dlg"),
     "gradient-quantisation": ("alistarh2017qsgd", "zhu2019dlg"),
     "gradient-sign": ("bernstein2018signsgd",),
+    "encrypted-embedding": ("aso2023encrypted",),
     "binary-weights": ("sawada2024binary",),
     "censor": ("zhang2025censor",),
     "percentile-privacy": ("shokri2015ppdl", "roth2022nvflare"),

@@ -18,11 +18,11 @@ from privlab.attacks.gradients import token_separation
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.tokens import QKV, Mlp, Reads, embeddings_of_tokens, separate
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
-from privlab.defenses import Jigsaw, Mjp
+from privlab.defenses import EncryptedEmbedding, GradientNoise, Jigsaw, Mjp
 from privlab.evaluation import Specification, applicable
 from privlab.metrics import assign_images, in_best_order, psnr
 from privlab.release import gradient_capabilities, observe, released_parameters
-from privlab.threat import Observation, Reconstruction, Stack, check_capabilities
+from privlab.threat import GradientDefense, Observation, Reconstruction, Stack, check_capabilities
 from privlab.victims import VictimModel, april_twin, first_block, victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
@@ -83,6 +83,28 @@ def test_everything_comes_back(
     assert (reconstruction.loose is None) == (embedded == "learn")
     assert psnr(in_order(reconstruction, images, 4), images).min() > 100
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def under(model: VictimModel, images: Tensor, *defense: GradientDefense) -> Observation:
+    names = [*TokenSeparation.parameters, *TokenSeparation.if_released]
+    draws = [draw_for(0, str(i), "release") for i in range(len(images))]
+    return observe(model, images, torch.arange(len(images)), names, defense, draws)
+
+
+@pytest.mark.slow
+def test_what_is_done_to_the_embedding_does_not_help(images: Tensor, make: Callable[..., VictimModel]) -> None:
+    reconstruction = TokenSeparation(**SEARCH)(under(make(), images, EncryptedEmbedding()))
+    assert (psnr(reconstruction.images, images) > 60).all()
+
+
+def test_a_gradient_with_an_error_as_large_as_itself_is_taken_for_withheld(
+    images: Tensor, make: Callable[..., VictimModel]
+) -> None:
+    for defense, left in ((EncryptedEmbedding(), set()), (GradientNoise(multiplier=1e-6), {"pos_embed", PATCH})):
+        seen = under(make(), images, defense)
+        found = token_separation._without_lost(seen)
+        assert {*found.gradients} == {*TokenSeparation.parameters} | left
+        assert all(torch.equal(each, seen.gradients[name]) for name, each in found.gradients.items())
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import (
     BinaryWeights,
+    EncryptedEmbedding,
     GradientNoise,
     GradientPruning,
     GradientQuantisation,
@@ -300,3 +301,24 @@ def test_binary_weights_drop_at_random_and_keep_the_rest() -> None:
     assert not whole.variance(g)["a"].any()
     with pytest.raises(PrivlabError, match=r"keep of binary-weights must be in \(0, 1\]\. Found 0\.0"):
         BinaryWeights(keep=0.0)
+
+
+def test_encrypted_embedding_multiplies_the_embedding_alone() -> None:
+    """By secret numbers with mean 0 and variance 1; the stated variance is that of the error on average."""
+    draw = torch.Generator().manual_seed(1)
+    names = ("pos_embed", "cls_token", "patch_embed.proj.weight", "unk_embed", "blocks.0.norm1.weight", "head.bias")
+    g = {name: torch.randn(2, 60, 90, generator=draw) for name in names}
+    released = EncryptedEmbedding().release(g, draws(2))
+    variance = EncryptedEmbedding().variance(released)
+    for name in names[4:]:
+        assert torch.equal(released[name], g[name])
+        assert not variance[name].any()
+    for name in names[:4]:
+        factor = released[name] / g[name]
+        assert factor.mean().item() == pytest.approx(0, abs=0.05)
+        assert factor.var().item() == pytest.approx(1, abs=0.05)
+        assert not torch.allclose(factor[0], factor[1])
+        error = (released[name] - g[name]).square().mean().item()
+        assert variance[name].mean().item() == pytest.approx(error, rel=0.1)
+    again = EncryptedEmbedding().release(g, draws(2))
+    assert all(torch.equal(each, again[name]) for name, each in released.items())
