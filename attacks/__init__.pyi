@@ -29,11 +29,11 @@ from .gradients.patch_gradient import PatchGradient as PatchGradient
 from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGradientAdaptive
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
-from .gradients.staged_likelihood import StagedLikelihood as StagedLikelihood
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .published.learning_to_invert import LearningToInvert as LearningToInvert
 from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .published.qkv_completion import QkvCompletion as QkvCompletion
+from .published.staged_likelihood import StagedLikelihood as StagedLikelihood
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
 from .updates.adapter_separation import AdapterSeparation as AdapterSeparation

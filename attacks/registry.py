@@ -32,7 +32,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "client-unrolling": "privlab.attacks.updates.client_unrolling:ClientUnrolling",
         "qkv-completion": "privlab.attacks.published.qkv_completion:QkvCompletion",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
-        "staged-likelihood": "privlab.attacks.gradients.staged_likelihood:StagedLikelihood",
+        "staged-likelihood": "privlab.attacks.published.staged_likelihood:StagedLikelihood",
         "orthogonal-matching": "privlab.attacks.published.orthogonal_matching:OrthogonalMatching",
         "learning-to-invert": "privlab.attacks.published.learning_to_invert:LearningToInvert",
         "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",

@@ -1,1 +1,1 @@
-"""Attacks on the gradients of one published defense each: one file, one attack."""
+"""Attacks on gradients behind published defenses: one file, one attack; `stages` is the search of one of them."""

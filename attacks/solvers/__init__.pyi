@@ -45,8 +45,6 @@ from .prior import photograph_windows as photograph_windows
 from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
-from .stages import Point as Point
-from .stages import Stage as Stage
 from .updates import fit_decay as fit_decay
 from .updates import rounding_of_embedding as rounding_of_embedding
 from .updates import weighted_patches as weighted_patches

@@ -10,9 +10,9 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradientAdaptive, StagedLikelihood
-from privlab.attacks.gradients.staged_likelihood import _stages
-from privlab.attacks.solvers import Likelihood, Smoothness, Stage, photograph_gradients
-from privlab.attacks.solvers.stages import _Gram
+from privlab.attacks.published.staged_likelihood import _stages
+from privlab.attacks.published.stages import Stage, _Gram
+from privlab.attacks.solvers import Likelihood, Smoothness, photograph_gradients
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, Mjp
 from privlab.metrics import psnr
@@ -187,7 +187,7 @@ def test_images_are_found_each_by_itself(tiny_model: Make, images: Tensor, monke
     seen = under(tiny_model(), images, GradientPruning(keep=0.5))
     short = StagedLikelihood(rounds=1, last_rounds=1, steps=5)
     both = short(seen)
-    monkeypatch.setattr("privlab.attacks.gradients.staged_likelihood._MOST_ENTRIES", 1)
+    monkeypatch.setattr("privlab.attacks.published.staged_likelihood._MOST_ENTRIES", 1)
     assert_close(short(seen), both, rtol=0, atol=1e-6)
 
 

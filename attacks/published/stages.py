@@ -8,9 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
-from privlab.attacks.solvers.first_blocks import twice_derivable
-from privlab.attacks.solvers.likelihood import Likelihood
-from privlab.attacks.solvers.prior import Smoothness, conjugate_gradients
+from privlab.attacks.solvers import Likelihood, Smoothness, conjugate_gradients, twice_derivable
 from privlab.patches import unpatchify
 from privlab.victims import VictimModel
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
 from privlab.attacks.published.learning_to_invert import LearningToInvert
-from privlab.attacks.solvers import Likelihood, Smoothness, Stage, hides_places, photograph_gradients
+from privlab.attacks.published.stages import Stage
+from privlab.attacks.solvers import Likelihood, Smoothness, hides_places, photograph_gradients
 from privlab.base import PrivlabError, check_name, draw_for, full_precision
 from privlab.patches import patchify
 from privlab.release import released_parameters
