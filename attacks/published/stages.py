@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
-from torch.func import functional_call, grad, vjp, vmap
+from torch.func import functional_call, grad, vmap
 
 from privlab.attacks.solvers import Likelihood, Smoothness, conjugate_gradients, twice_derivable
 from privlab.patches import unpatchify
@@ -181,7 +181,8 @@ class Stage:
         slope = _together(each + prior(part) for each, part, prior in terms)
         found = _apart(conjugate_gradients(product, -slope, steps, precondition), moved)
         tried = [tuple(v + share * δ for v, δ in zip(moved, found, strict=True)) for share in _LENGTHS]
-        values = torch.stack([self._objective(*each, *still, T) for each in tried])
+        ends = [(*each, *still) for each in tried]
+        values = torch.stack([self._objective(each[0], each[1], T) for each in ends])
         best, rows = values.nan_to_num(torch.inf).argmin(0), torch.arange(len(X), device=X.device)
         X, *rest = (torch.stack(each)[best, rows] for each in zip(*tried, strict=True))
         factor = torch.where(best == 0, _LOWERED, torch.where(best == len(tried) - 1, _RAISED, 1.0))
@@ -195,7 +196,7 @@ class Stage:
         def made(Δ: Tensor) -> Flat:
             return self.weight * self._gradients(X, Δ)
 
-        _, back = vjp(made, zero)
+        _, _, back = _linearised(made, (zero,))
         exact = (self.edge == 0).to(X)
         wanted = back(exact * self.weight * self.released)[0]
         return conjugate_gradients(lambda V: back(exact * made(V))[0] + V, wanted, steps)

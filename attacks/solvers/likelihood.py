@@ -52,7 +52,8 @@ class Likelihood:
     def take(self, rows: Int[Tensor, " s"]) -> "Likelihood":
         """Return that of some of the releases."""
         parts = (self.released, self.variance, self.edge)
-        return Likelihood(*({name: each[rows] for name, each in part.items()} for part in parts), self.expected)
+        released, variance, edge = ({name: each[rows] for name, each in part.items()} for part in parts)
+        return Likelihood(released, variance, edge, self.expected)
 
     def __call__(self, g: Gradients, release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
         """Return −log p(released | g) less a constant: Σ r² / 2v, with r the distance of an entry to its interval."""
