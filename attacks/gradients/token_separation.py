@@ -103,6 +103,7 @@ class TokenSeparation(TokenSearch):
         B N or, if the patch embedding is frozen, K, and the B (N + p) of what attention mixed. Its equations are D of
         its own and, if position embeddings tell slots apart, D − B (N + p) of what attention read.
         """
+        seen = _without_lost(seen)
         model, B = seen.model, seen.images_per_release
         p, n = model.vit.num_prefix_tokens, model.grid[0] * model.grid[1]
         d, k = model.vit.embed_dim, model.vit.patch_embed.proj.weight[0].numel()

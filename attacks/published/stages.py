@@ -15,9 +15,9 @@ from privlab.victims import VictimModel
 __all__ = ["Point", "Stage"]
 
 _RELATIVE = 1e-2
-"""The least standard deviation of an entry's error, relative to the root mean square of its parameter's entries.
+"""The least standard deviation of an entry's error, relative to the root mean square of the stage's exact entries.
 
-Exact entries of all parameters then count alike, whatever their size; the image that explains all of them is the same.
+Rounding is far smaller; but it is the same image that explains all exact entries, whatever they weigh.
 """
 
 _BEHIND = 0.3
