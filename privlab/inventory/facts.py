@@ -172,7 +172,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         _SEARCH + " It comes nearer with every step that it may take, and stops after a fixed number.",
         "A start that is far from the image, as behind signs or where a tenth of the entries is kept, leaves it far "
         "below what the release determines. It was measured on `cifar_vit` alone.",
-        "About a minute an image on one busy core (`cifar_vit`, 32 pixels).",
+        "40 to 60 s an image on one core (`cifar_vit`, 32 pixels).",
         ("gradients",),
     ),
     "orthogonal-matching": AttackFacts(

@@ -165,7 +165,8 @@ def _together(
     of_labels: bool,
 ) -> HeadImages | None:
     """Return all images, from some that are found and the classes with h_c < 0; None if something of G is left."""
-    error = torch.maximum(_deviation(G), _deviation(h[:, None])).clamp(min=torch.finfo(G.dtype).tiny)
+    rounding = torch.finfo(G.dtype).eps * (batch_size * G.square().mean()).sqrt()  # of the sum of so many images
+    error = torch.stack([_deviation(G), _deviation(h[:, None]), rounding]).amax()
     least, enough = -_DEVIATIONS * error, _MOST_LEFT * error
 
     def size(found: HeadImages) -> float:

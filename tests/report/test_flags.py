@@ -324,7 +324,7 @@ def test_what_draws_nothing_gives_the_same_under_any_seed(name: str) -> None:
     def under(seed: int) -> torch.Tensor:
         of_image = [Generator().manual_seed(seed + i) for i in range(2)]
         if hasattr(defense, "release"):
-            return defense.release({"w": features}, of_image)["w"]
+            return defense.release({"pos_embed": features}, of_image)["pos_embed"]
         if hasattr(defense, "send"):
             draws = Draws(of_image, Generator().manual_seed(seed), Generator().manual_seed(seed))
             return Stack((defense,)).send(features, 1, draws).features
