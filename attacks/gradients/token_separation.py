@@ -40,7 +40,7 @@ from privlab.attacks.tokens import (
 )
 from privlab.base import PrivlabError, PrivlabWarning, linear_sum_assignment
 from privlab.images.photographs import photographs
-from privlab.threat import Capability, GradientDefense, Observation, Reconstruction
+from privlab.threat import Capability, Observation, Reconstruction, Stack
 from privlab.victims import PreNormBlock, VictimModel, first_block
 
 __all__ = ["TokenSeparation"]
@@ -240,10 +240,7 @@ def _tokens_of_photographs(seen: Observation, block: PreNormBlock) -> Float[Tens
 def _without_lost(seen: Observation) -> Observation:
     """Return the observation without those gradients of the embedding whose stated errors are as large as they are."""
     read = {name: seen.gradients[name] for name in TokenSeparation.if_released if name in seen.gradients}
-    error = {name: torch.zeros_like(g) for name, g in read.items()}
-    for part in seen.defense:
-        if isinstance(part, GradientDefense):
-            error = {name: error[name] + added for name, added in part.variance(read).items()}
+    error = Stack(tuple(seen.defense)).variance(read)
     lost = {name for name, g in read.items() if bool(error[name].mean() >= g.square().mean())}
     return replace(seen, gradients={name: g for name, g in seen.gradients.items() if name not in lost})
 

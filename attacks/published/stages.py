@@ -151,6 +151,20 @@ class Stage:
             steps: steps of conjugate gradients.
             draw: draws the probes of the curvature.
         """
+        δX, δΔ, T = self._direction(at, steps, draw)
+        tried = [(at.X + share * δX, at.Δ + share * δΔ) for share in _LENGTHS]
+        values = torch.stack([self._objective(*each, T) for each in tried])
+        best, rows = values.nan_to_num(torch.inf).argmin(0), torch.arange(len(at.X), device=at.X.device)
+        X, Δ = (torch.stack(each)[best, rows] for each in zip(*tried, strict=True))
+        factor = torch.where(best == 0, _LOWERED, torch.where(best == len(tried) - 1, _RAISED, 1.0))
+        if not self.jointly:
+            Δ = self._explain(X, _AGAIN)
+        return Point(X, Δ, (at.damping * factor).clamp_min(_LEAST_DAMPING))
+
+    def _direction(
+        self, at: Point, steps: int, draw: Generator
+    ) -> tuple[Float[Tensor, "b n k"], Float[Tensor, "b t d"], Float[Tensor, " b"]]:
+        """Return a damped Gauss-Newton step of X and of Δ, which is zero where Δ is solved for, and T."""
         X, Δ, μ = at.X, at.Δ, at.damping
         moved, still = ((X, Δ), ()) if self.jointly else ((X,), (Δ,))
 
@@ -180,14 +194,7 @@ class Stage:
         terms = zip(back(squares * off), moved, priors, strict=False)
         slope = _together(each + prior(part) for each, part, prior in terms)
         found = _apart(conjugate_gradients(product, -slope, steps, precondition), moved)
-        tried = [tuple(v + share * δ for v, δ in zip(moved, found, strict=True)) for share in _LENGTHS]
-        ends = [(*each, *still) for each in tried]
-        values = torch.stack([self._objective(each[0], each[1], T) for each in ends])
-        best, rows = values.nan_to_num(torch.inf).argmin(0), torch.arange(len(X), device=X.device)
-        X, *rest = (torch.stack(each)[best, rows] for each in zip(*tried, strict=True))
-        factor = torch.where(best == 0, _LOWERED, torch.where(best == len(tried) - 1, _RAISED, 1.0))
-        Δ = rest[0] if rest else self._explain(X, _AGAIN)
-        return Point(X, Δ, (μ * factor).clamp_min(_LEAST_DAMPING))
+        return found[0], found[1] if self.jointly else torch.zeros_like(Δ), T
 
     def _explain(self, X: Float[Tensor, "b n k"], steps: int) -> Float[Tensor, "b t d"]:
         """Return the Δ that explains exact entries best, with ‖Δ‖² added; the gradients are linear in it."""

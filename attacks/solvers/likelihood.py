@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.solvers.ridge import RTOL
-from privlab.threat import GradientDefense, Observation, defense_declarations
+from privlab.threat import Observation, Stack, defense_declarations
 
 __all__ = ["Likelihood"]
 
@@ -34,11 +34,8 @@ class Likelihood:
 
         No error is less than that of rounding, which is relative to the root mean square over all parameters.
         """
-        parts = [part for part in seen.defense if isinstance(part, GradientDefense)]
-        variance = {name: torch.zeros_like(g) for name, g in released.items()}
-        for part in parts:
-            for name, added in part.variance(released).items():
-                variance[name] += added
+        stack = Stack(tuple(seen.defense))
+        variance = stack.variance(released)
         edge = {name: torch.where(g == 0, (3 * variance[name]).sqrt(), 0) for name, g in released.items()}
         sizes = torch.stack([g.flatten(1).square().sum(1) for g in released.values()]).sum(0)
         count = sum(g[0].numel() for g in released.values())
@@ -46,7 +43,7 @@ class Likelihood:
         least = least.clamp_min(torch.finfo(least.dtype).tiny)
         floors = {name: least.view(-1, *[1] * (g.ndim - 1)) for name, g in released.items()}
         variance = {name: torch.where(edge[name] > 0, 0, v).maximum(floors[name]) for name, v in variance.items()}
-        expected = (defense_declarations(part).expected for part in parts)
+        expected = (defense_declarations(part).expected for part in stack.on_gradients)
         return cls(released, variance, edge, tuple(each for each in expected if each is not None))
 
     def take(self, rows: Int[Tensor, " s"]) -> "Likelihood":

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers.ridge import RTOL
-from privlab.threat import GradientDefense, Observation
+from privlab.threat import Observation, Stack
 
 __all__ = ["NoisyGradients", "posterior"]
 
@@ -36,12 +36,8 @@ class NoisyGradients:
         height, width = seen.model.grid
         names = ("pos_embed", "patch_embed.proj.weight")
         released = {name: seen.gradients[name] for name in names}
-        variances = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in released.items()}
-        for part in seen.defense:
-            if isinstance(part, GradientDefense):
-                for name, added in part.variance(released).items():
-                    variances[name] += added
-        (A, vA), (G, vG) = ((released[name].double(), variances[name]) for name in names)
+        variances = Stack(tuple(seen.defense)).variance(released)
+        (A, vA), (G, vG) = ((released[name].double(), variances[name].double()) for name in names)
         A, vA = (t.squeeze(1)[:, -height * width :] for t in (A, vA))
         G, vG = G.flatten(2), vG.flatten(2)
         noise_pe, noise_weight = vA.mean((1, 2), keepdim=True), vG.mean((1, 2), keepdim=True)

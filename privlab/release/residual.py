@@ -122,9 +122,7 @@ def errors_of_filters(seen: Observation, names: Sequence[str]) -> list[dict[str,
         names: the parameters.
     """
     released = {name: seen.gradients[name].double() for name in names}
-    stated = [part.variance(released) for part in Stack(tuple(seen.defense)).on_gradients]
-    none = {name: torch.zeros_like(g) for name, g in released.items()}
-    total = {name: sum((of[name] for of in stated), none[name]) for name in names}
+    total = Stack(tuple(seen.defense)).variance(released)
     return [{name: total[name][i] for name in names} for i in range(len(released[names[0]]))]
 
 

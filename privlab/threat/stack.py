@@ -1,6 +1,6 @@
 """Several defenses at once: those on images one after the other, then those on features or on gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -50,6 +50,15 @@ class Stack:
     def on_gradients(self) -> tuple[GradientDefense, ...]:
         """Return the parts that act on released gradients."""
         return tuple(part for part in self.parts if isinstance(part, GradientDefense))
+
+    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return the variances that the parts on gradients state of the entries of a release; those of several add up.
+
+        Args:
+            released: gradients or updates by parameter name; they may be some of those that were released.
+        """
+        stated = [part.variance(released) for part in self.on_gradients]
+        return {name: sum((each[name] for each in stated), torch.zeros_like(g)) for name, g in released.items()}
 
     @property
     def name(self) -> str:

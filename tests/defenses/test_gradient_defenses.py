@@ -255,6 +255,14 @@ def test_a_stack_tells_its_parts_apart() -> None:
         stack.send(torch.zeros(1, 2, 3), 1, Draws(draws(1), draws(1)[0], draws(1)[0]))
 
 
+def test_a_stack_states_the_sum_of_the_variances_of_its_parts() -> None:
+    noise, rounding, released = GradientNoise(), GradientQuantisation(dtype="int8"), some()
+    found = Stack((noise, Mjp(), rounding)).variance(released)
+    for name, of_noise in noise.variance(released).items():
+        assert_close(found[name], of_noise + rounding.variance(released)[name])
+    assert all(bool((v == 0).all()) for v in Stack((Mjp(),)).variance(released).values())
+
+
 def test_some_of_a_feed() -> None:
     feed = Mjp(gamma=0.5)(torch.rand(3, 3, 16, 16), 4, draws())
     taken = feed.take([2, 0])
