@@ -96,8 +96,7 @@ class OnGradients:
             told = {name: true[name].where(cut[name], g) for name, g in released.items()}
             variance = {name: value.masked_fill(cut[name], 0) for name, value in variance.items()}
         again = self.run(self.inputs(), self.subject.draws(1))
-        drawn = sum(float((again[name] - g).square().sum()) / 2 for name, g in released.items())
-        yield from self._variance(true, told, variance, drawn)
+        yield from self._variance(true, told, variance, again)
         model, labels = self.subject.model, self.subject.labels
         feed = Feed.undefended(self.subject.clients(), model.patch)
         off = off_in_noise(model, feed, labels, told, variance, self.subject.seed)
@@ -112,16 +111,19 @@ class OnGradients:
         beyond = sum(int((cut[name] & ~_no_smaller(g, released[name])).sum()) for name, g in true.items())
         return Check.at_most("at-bound", float(beyond), 0.0, "entries said to be cut to a bound that were below it")
 
-    def _variance(self, true: Tensors, released: Tensors, variance: Tensors, drawn: float) -> Iterator[Check]:
+    def _variance(self, true: Tensors, released: Tensors, variance: Tensors, again: Tensors) -> Iterator[Check]:
         """Yield the factors by which the declared variance is too small and too large, at the best gradient scale.
 
-        `drawn` is the sum of the squares that draws add to the release.
+        `again` is a release with other draws: the variance is that of noise if noise explains the errors. What is zero
+        in one of both may be missing there, as draws choose which entries are: that is no noise.
         """
         fitted = scale_of(true, released, variance)
         errors = [
             {name: g - scale.view(-1, *[1] * (g.ndim - 1)) * true[name] for name, g in released.items()}
             for scale in (fitted, torch.zeros_like(fitted))
         ]
+        kept = {name: (variance[name] > 0) & (g != 0) & (again[name] != 0) for name, g in released.items()}
+        drawn = sum(float((again[name] - g)[kept[name]].square().sum()) / 2 for name, g in released.items())
         noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
         most = NOISE_FACTOR if noise else ROUNDING_FACTOR
         counts = entries_with_noise(released, variance) if noise else {name: g.numel() for name, g in released.items()}

@@ -41,7 +41,7 @@ _LEAST_DIVISOR = 1e-300
 _FEWEST = 50
 """Entries with noise below which the mean of their squares says nothing of its variance."""
 _FEWEST_ROUNDED = 1000
-"""Entries below which the errors of a rounding are not alike enough to have one variance."""
+"""Entries with a variance below which the errors of a rounding are not alike enough to have one."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -172,7 +172,7 @@ def overstatement(
     For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and all such
     entries of one parameter may lie far below it: so each counts as uniform up to the largest of all those that have
     its variance, in whichever parameter. Of noise on a share of the entries, a parameter in which fewer than 50 were
-    sent tells nothing; of a rounding, whose law is only a model, one of fewer than 1,000 entries.
+    sent tells nothing; of a rounding, whose law is only a model, one with fewer than 1,000 entries that have a variance.
 
     Args:
         true: the undefended gradients by parameter name; they give the scale of rounding.
@@ -199,7 +199,7 @@ def overstatement(
     if noise:
         few = {name for name, zero in zeros.items() if zero.any() and counts[name] < _FEWEST}
     else:
-        few = {name for name in factors if counts[name] < _FEWEST_ROUNDED}
+        few = {name for name in factors if int((variance[name] > 0).sum()) < _FEWEST_ROUNDED}
     return max((factor for name, factor in factors.items() if name not in few), default=0.0)
 
 

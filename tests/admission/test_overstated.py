@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from privlab.admission import Check
-from privlab.defenses import GradientQuantisation
+from privlab.defenses import BinaryWeights, GradientQuantisation
 
 Admit = Callable[..., dict[str, Check]]
 Gradients = Mapping[str, Tensor]
@@ -79,3 +79,10 @@ def test_no_parameter_may_hide_behind_an_overstated_variance(
 
 def test_few_rounded_entries_say_nothing_of_a_variance(tried: Admit) -> None:
     assert tried(HalfNoise(50.0, "head.bias"))["overstated"].passed
+
+
+@pytest.mark.parametrize("keep", [0.5, 1 - 2**-10])
+def test_entries_that_draws_leave_out_are_no_noise_however_few(keep: float, tried: Admit) -> None:
+    checks = tried(BinaryWeights(keep=keep))
+    assert checks["overstated"].passed
+    assert checks["variance"].limit == 3.0  # that of a law which is only a model
