@@ -15,6 +15,7 @@ from .features.learned_inversion import InversionMae as InversionMae
 from .features.learned_inversion import InversionSet as InversionSet
 from .features.learned_inversion import InversionToken as InversionToken
 from .features.map_inversion import MapInversion as MapInversion
+from .features.map_unet import MapUNet as MapUNet
 from .features.pe_assignment import PEAssignment as PEAssignment
 from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.adam_update import AdamUpdate as AdamUpdate

@@ -50,6 +50,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "deconvolution": "privlab.attacks.features.deconvolution:Deconvolution",
         "cutmix-completion": "privlab.attacks.features.cutmix_completion:CutMixCompletion",
         "map-inversion": "privlab.attacks.features.map_inversion:MapInversion",
+        "map-unet": "privlab.attacks.features.map_unet:MapUNet",
         "feature-optimisation": "privlab.attacks.features.feature_inversion:FeatureOptimisation",
         "depth-optimisation": "privlab.attacks.features.depth_optimisation:DepthOptimisation",
         "inversion-conv": "privlab.attacks.features.learned_inversion:InversionConv",

@@ -1,3 +1,8 @@
+from .correction import CorrectionSpec as CorrectionSpec
+from .correction import UNet as UNet
+from .correction import correction_for as correction_for
+from .correction import own_starts as own_starts
+from .correction import started as started
 from .gradients import GradientDecoder as GradientDecoder
 from .gradients import GradientDecoderSpec as GradientDecoderSpec
 from .gradients import gradient_decoder_for as gradient_decoder_for

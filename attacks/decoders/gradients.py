@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import Shape, attention_blocks, pixel_map, slot_positions
+from privlab.attacks.decoders.pairs import PairTraining, own_images
 from privlab.attacks.decoders.store import kept_decoder, warn_of_few
-from privlab.attacks.decoders.training import Parts, mirrored_and_rolled
+from privlab.attacks.decoders.training import Parts
 from privlab.base import draw_for, full_precision
 from privlab.patches import unpatchify
 from privlab.release import observe
@@ -127,10 +127,8 @@ def own_releases(
     """
     stack, draw = Stack(tuple(defense)), draw_for(spec.plan.seed, "", "own releases")
     found: list[tuple[Tensor, Tensor]] = []
-    for rows in torch.arange(spec.releases).split(AT_A_TIME):
-        images = public[(rows % len(public)).to(public.device)].to(model.mean)
-        if spec.augment and int(rows[0]) >= len(public):
-            images = mirrored_and_rolled(images, draw)
+    for own in own_images(public, spec.releases, AT_A_TIME, spec.augment, draw):
+        images = own.to(model.mean)
         key, *seeds = torch.randint(2**62, (len(images) + 1,), generator=draw).tolist()
         draws = [Generator().manual_seed(seed) for seed in seeds]
         feed = stack.feed(images, model.patch, draws, 1, Generator().manual_seed(key))
@@ -142,42 +140,28 @@ def own_releases(
     return slots, images
 
 
-class GradientInversion:
-    """The training recipe: from releases of public images back to these images, by their mean squared error."""
+def gradient_training(
+    model: VictimModel,
+    defense: Parts,
+    public: Float[Tensor, "m c h w"],
+    spec: GradientDecoderSpec,
+    identity: str,
+) -> PairTraining:
+    """Return the training of a new decoder, from releases of public images back to these images.
 
-    def __init__(
-        self,
-        model: VictimModel,
-        defense: Parts,
-        public: Float[Tensor, "m c h w"],
-        spec: GradientDecoderSpec,
-        identity: str,
-    ) -> None:
-        self.identity = identity
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(spec.plan.seed)
-            self.model = GradientDecoder(Shape.of(model), spec.width, spec.depth)
-        self.slots, self.images = own_releases(model, defense, public, spec)
-        self.model.to(model.mean.device).fit(self.slots[:512])
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
-        """Return what slots read of some releases, and the images."""
-        rows = rows.to(self.images.device)
-        return self.slots[rows], self.images[rows]
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:
-        """Return the mean squared error of the images of a batch.
-
-        Args:
-            model: the decoder, or what Fabric wraps around it.
-            batch: as `batch` returns it.
-            draw: not used, because the objective is not random.
-        """
-        slots, images = batch
-        return F.mse_loss(model(slots), images)
+    Args:
+        model: the victim, on whose device the decoder is put.
+        defense: the defenses that the client uses, in their order.
+        public: images of the adversary, in [0, 1].
+        spec: the size of the decoder, and how many releases there are.
+        identity: of all that shapes the training.
+    """
+    slots, images = own_releases(model, defense, public, spec)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(spec.plan.seed)
+        decoder = GradientDecoder(Shape.of(model), spec.width, spec.depth)
+    decoder.to(model.mean.device).fit(slots[:512])
+    return PairTraining(decoder, slots, images, identity)
 
 
 def gradient_decoder_for(
@@ -205,8 +189,8 @@ def gradient_decoder_for(
     parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def trained() -> GradientDecoder:
-        recipe = GradientInversion(model, defense, public, spec, key)
+    def trained() -> nn.Module:
+        recipe = gradient_training(model, defense, public, spec, key)
         with full_precision():
             train(recipe, spec.plan, compute=Compute(device=str(model.mean.device)), progress=progress)
         return recipe.model

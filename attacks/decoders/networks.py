@@ -33,6 +33,7 @@ __all__ = [
     "TokenDecoder",
     "attention_blocks",
     "pixel_map",
+    "silent",
     "slot_positions",
 ]
 
@@ -181,7 +182,7 @@ class ConvDecoder(Decoder):
             *(_Residual(width) for _ in range(depth)),
             nn.ConvTranspose2d(width, PIXEL_CHANNELS, shape.patch, shape.patch),
             _Residual(PIXEL_CHANNELS),
-            _silent(nn.Conv2d(PIXEL_CHANNELS, 3, 3, padding=1)),
+            silent(nn.Conv2d(PIXEL_CHANNELS, 3, 3, padding=1)),
         )
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
@@ -321,10 +322,10 @@ def attention_blocks(width: int, depth: int) -> nn.Sequential:
 
 def pixel_map(shape: Shape, width: int) -> nn.Linear:
     """Return a map to pixels that starts at grey; where no norm precedes it, a row's length holds its contrast."""
-    return _silent(nn.Linear(width, 3 * shape.patch**2))
+    return silent(nn.Linear(width, 3 * shape.patch**2))
 
 
-def _silent(layer: Layer) -> Layer:
+def silent(layer: Layer) -> Layer:
     """Return the layer with all parameters zero: random outputs would take hundreds of steps to undo."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)

@@ -172,7 +172,7 @@ def overstatement(
     For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and all such
     entries of one parameter may lie far below it: so each counts as uniform up to the largest of all those that have
     its variance, in whichever parameter. Of noise on a share of the entries, a parameter in which fewer than 50 were
-    sent tells nothing; of a rounding, whose law is only a model, one with fewer than 1,000 entries that have a variance.
+    sent tells nothing; of a rounding, whose law is only a model, one in which fewer than 1,000 have one.
 
     Args:
         true: the undefended gradients by parameter name; they give the scale of rounding.

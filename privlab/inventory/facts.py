@@ -287,6 +287,13 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "",
         ("published",),
     ),
+    "map-unet": AttackFacts(
+        _DECODER,
+        "The noise is known, white, and on the embedding's rows. With the bundled photographs alone it learns little: "
+        "it needs `--public` with hundreds of images. It is trained for each defense and victim.",
+        "@@",
+        ("published",),
+    ),
     "feature-optimisation": AttackFacts(
         _SEARCH,
         "It takes rows in the order in which they were sent.",

@@ -255,6 +255,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "is likeliest under both, all of it at once.",
         ("estimate each patch", "weigh differences by their size", "solve for the whole image, repeat"),
     ),
+    "map-unet": Idea(
+        "The best that is known of noise and of photographs in formulas leaves errors, which look alike from image to "
+        "image. The adversary sends its own images through the client's part with noise of its own, and inverts them "
+        "as it would the client's. It trains a network to correct the result, and applies it to the client's.",
+        ("invert own noisy releases", "train a U-Net on the errors", "correct the image of the client"),
+    ),
     "depth-optimisation": Idea(
         "The client runs the first blocks of the model too, and the attack knows their weights. It starts from the "
         "image that a linear map of public images gives, and changes it until its own features behind these blocks "

@@ -47,6 +47,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "deconvolution": ("dosovitskiy2021vit",),
     "cutmix-completion": ("yun2019cutmix", "baek2022cutmix"),
     "map-inversion": ("dosovitskiy2021vit",),
+    "map-unet": ("jin2017fbpconvnet", "ronneberger2015unet"),
     "least-squares": ("dosovitskiy2021vit",),
     "feature-optimisation": ("mahendran2015understanding",),
     "depth-optimisation": ("mahendran2015understanding",),

@@ -18,8 +18,7 @@ from privlab.victims import Victim, VictimModel
 
 __all__ = ["COMPARED", "Releases", "unreleased"]
 
-COMPARED: Mapping[str, Callable[[Tensor], Tensor]] = {"release": lambda g: g, "release, signs": torch.sign}
-"""What the release of a candidate is compared by: its entries, or their signs, with the entries of the private one."""
+Gradients = Mapping[str, Tensor]
 
 _AT_A_TIME = 32
 
@@ -53,12 +52,12 @@ class Releases:
         own: Int[Tensor, " b"],
         candidates: Float[Tensor, "m c h w"],
     ) -> dict[tuple[str, str], Float[Tensor, "b m"]]:
-        """Return ⟨G, f(g_j)⟩ / (‖G‖ ‖f(g_j)‖) by attack and feature: G as released, g_j of candidate j, undefended.
+        """Return how near the release G is to g_j by attack and feature: G as sent, g_j of candidate j, undefended.
 
         G is drawn again as the run drew it, over all released parameters. The adversary knows the model, the client's
-        settings and f of `COMPARED`, and takes the victim's prediction for a candidate's label. "release" is the
-        attack; "control:flat" is the defended release of one colour with the private image's label, which shows what
-        the label alone tells; "control:other" is the release of the next private image.
+        settings and the functions of `COMPARED`, and takes the victim's prediction for a candidate's label. "release"
+        is the attack; "control:flat" is the defended release of one colour with the private image's label, which shows
+        what the label alone tells; "control:other" is the release of the next private image.
 
         Args:
             spec: the case, of one victim, setting and draw.
@@ -80,13 +79,14 @@ class Releases:
             name: _released(spec, base, Batch([*private], x, labels, ""), stack)
             for name, x in (("release", images), ("control:flat", flat))
         }
-        names = sorted(sent["release"])  # a defense may withhold parameters
+        names = sorted(sent["release"])
         near: dict[tuple[str, str], list[Tensor]] = {(a, f): [] for a in sent for f in COMPARED}
         for of in self._candidates(spec, base, candidates):
-            for feature, function in COMPARED.items():
-                compared = {name: function(of[name]) for name in names}
+            # a defense may withhold parameters, and E_unk is in no update of a client without one
+            both = {name: of[name] for name in names if name in of}
+            for feature, nearness in COMPARED.items():
                 for attack in sent:
-                    near[attack, feature].append(_cosines(sent[attack], compared).cpu())
+                    near[attack, feature].append(nearness(sent[attack], both).cpu())
         found = {key: torch.cat(parts, 1) for key, parts in near.items()}
         return found | {("control:other", f): found["release", f].roll(1, 0) for f in COMPARED}
 
@@ -131,7 +131,7 @@ def _predicted(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Int[Tens
         return model(images).argmax(1)
 
 
-def _cosines(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Float[Tensor, "b k"]:
+def _cosines(x: Gradients, y: Gradients) -> Float[Tensor, "b k"]:
     """Return the cosines of releases over the parameters of y; float32 would be off by 1e-4 at a million entries."""
     products, lengths = torch.zeros(()), [torch.zeros(()), torch.zeros(())]
     for name in y:
@@ -139,3 +139,22 @@ def _cosines(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Float[Tensor, 
         products = products.to(u) + u @ v.mT
         lengths = [length.to(w) + w.square().sum(1) for length, w in zip(lengths, (u, v), strict=True)]
     return products / (lengths[0][:, None] * lengths[1]).sqrt().clamp_min(1e-30)
+
+
+def _signs(x: Gradients, y: Gradients) -> Float[Tensor, "b k"]:
+    """Return the cosines of releases with signs of others."""
+    return _cosines(x, {name: g.sign() for name, g in y.items()})
+
+
+def _orthogonality(x: Gradients, y: Gradients) -> Float[Tensor, "b k"]:
+    """Return −Σ cos², over parameters: a release that was made orthogonal to a gradient in each of them has zero."""
+    squares = [_cosines(x, {name: g}).square() for name, g in y.items()]
+    return -torch.stack(squares).sum(0)
+
+
+COMPARED: Mapping[str, Callable[[Gradients, Gradients], Float[Tensor, "b k"]]] = {
+    "release": _cosines,
+    "release, signs": _signs,
+    "release, orthogonality": _orthogonality,
+}
+"""How near releases are to what candidates would have released, by the name of what is compared."""

@@ -109,8 +109,8 @@ def test_a_slot_reads_its_gradients_and_a_ridge_solution(tiny_model: Make, crops
 
 def test_what_a_slot_reads_is_standardised(tiny_model: Make, crops: Tensor) -> None:
     model = tiny_model()
-    recipe = of_gradients.GradientInversion(model, (GradientSign(),), crops[:64].double(), SMALL.spec, "")
-    slots = (recipe.slots - recipe.model.mean) / recipe.model.deviation
+    recipe = of_gradients.gradient_training(model, (GradientSign(),), crops[:64].double(), SMALL.spec, "")
+    slots = (recipe.inputs - recipe.model.mean) / recipe.model.deviation
     assert_close(slots.mean((0, 1)), torch.zeros(slots.shape[2]), atol=1e-3, rtol=0)
     assert slots.std((0, 1)).max() < 1.01
 
@@ -118,10 +118,10 @@ def test_what_a_slot_reads_is_standardised(tiny_model: Make, crops: Tensor) -> N
 def test_a_decoder_puts_patches_into_their_slots(tiny_model: Make, crops: Tensor) -> None:
     """It starts at grey; slot n of what the last layer returns is patch n of the image."""
     model = tiny_model()
-    recipe = of_gradients.GradientInversion(model, (GradientSign(),), crops[:64].double(), SMALL.spec, "")
-    assert torch.equal(recipe.model(recipe.slots[:2]), torch.full((2, 3, 16, 16), 0.5))
+    recipe = of_gradients.gradient_training(model, (GradientSign(),), crops[:64].double(), SMALL.spec, "")
+    assert torch.equal(recipe.model(recipe.inputs[:2]), torch.full((2, 3, 16, 16), 0.5))
     recipe.model.outwards.bias.data = torch.arange(48.0)
-    patches = patchify(recipe.model(recipe.slots[:2]), 4)
+    patches = patchify(recipe.model(recipe.inputs[:2]), 4)
     assert_close(patches, (0.5 + torch.arange(48.0)).expand(2, 16, 48))
 
 

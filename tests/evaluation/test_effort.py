@@ -54,7 +54,7 @@ def test_each_effort_adds_its_own_attacks_to_those_of_the_lower_ones(
 def test_no_effort_runs_what_must_be_named() -> None:
     named = {
         *("head-inversion", "cocktail-party", "spear", "fedleak", "fedavg-matching", "learning-to-invert"),
-        "staged-likelihood",
+        *("staged-likelihood", "map-unet"),
         *(name for name in attacks() if name.startswith("breaching:")),
     }
     assert {*default_attacks("full")} == {*attacks()} - named

@@ -43,6 +43,7 @@ SHORT = {
     "orthogonal-matching": {"steps": 1},
     "learning-to-invert": {"steps": 2, "releases": 8, "batch_size": 8},
     "staged-likelihood": {"rounds": 1, "last_rounds": 1, "steps": 3},
+    "map-unet": {"steps": 2, "releases": 8, "batch_size": 8, "width": 4},
     "feature-optimisation": {"steps": 3},
     **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
 }

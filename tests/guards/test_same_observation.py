@@ -30,6 +30,7 @@ DEARER = {
     "orthogonal-matching",
     "learning-to-invert",
     "staged-likelihood",
+    "map-unet",
     "adapter-separation",
     "qkv-span",
     "qkv-completion",

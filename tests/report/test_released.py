@@ -77,6 +77,7 @@ def test_the_noise_is_that_of_the_run_and_candidates_have_none(
             {"settings": ("a",), "client": "flower-default", "options": ("client.images=1", "client.batch_size=1")},
             "release",
         ),
+        ({"defense": "censor"}, "release, orthogonality"),
         ({"defense": "exclude-vars", "options": ("exclude-vars.pattern=^head",)}, "release"),  # less is compared
     ],
 )
@@ -84,9 +85,40 @@ def test_what_a_candidate_would_release_is_the_release(
     given: dict[str, object], feature: str, similar: Callable[..., dict[tuple[str, str], Tensor]]
 ) -> None:
     near = similar(**given)["release", feature]
-    assert_close(
-        near[torch.arange(3), OWN], torch.ones(3).double(), rtol=0, atol=1e-3
-    )  # signs of what is nearly 0 differ
+    best = torch.full((3,), 0.0 if feature == "release, orthogonality" else 1.0).double()
+    assert_close(near[torch.arange(3), OWN], best, rtol=0, atol=1e-3)  # signs of what is nearly 0 differ
+    assert (near.argmax(1) == OWN).all()
+
+
+def test_orthogonality_is_of_each_parameter(
+    base: Victim, candidates: Tensor, labels: list[int], similar: Callable[..., dict[tuple[str, str], Tensor]]
+) -> None:
+    found = similar(settings=("a",))["release", "release, orthogonality"]
+    names = released_parameters(base.model)
+    each = observe(base.model, candidates, torch.tensor(labels), names).gradients
+    expected = torch.zeros(3, 5).double()
+    for name in names:
+        unit = F.normalize(each[name].flatten(1).double(), dim=1)
+        expected -= (unit[OWN] @ unit.mT).square()
+    assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_e_unk_is_compared_with_nobodys(candidates: Tensor) -> None:
+    """A client with MJP moves it; the candidates' clients have no defense."""
+    client = ("client.images=1", "client.batch_size=1")
+    spec = Specification(
+        models=("cifar_vit_mjp27",),
+        settings=("c",),
+        img_size=32,
+        client="flower-default",
+        defense="mjp",
+        options=(*client, "mjp.gamma=0.1", "mjp.masked_pe=unknown"),
+    )
+    base = victim("cifar_vit_mjp27", img_size=32)
+    with torch.no_grad():
+        labels = base.model(candidates).argmax(1).tolist()
+    private = [NamedImage(f"{i}", f"sha {i}", None, labels[i]) for i in OWN]
+    near = Releases().similarities(spec, base, private, OWN, candidates)["release", "release"]
     assert (near.argmax(1) == OWN).all()
 
 
