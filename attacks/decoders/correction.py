@@ -31,6 +31,10 @@ IN_PLACE = 32
 """Images of an own release whose rows stay in place: there the size of the client's batch makes no difference."""
 
 
+SCALE = 4
+"""Pixels in a pixel of the U-Net's coarsest scale."""
+
+
 @dataclass(frozen=True)
 class CorrectionSpec:
     """How large the U-Net is, and how it is trained.
@@ -53,7 +57,7 @@ class CorrectionSpec:
 class UNet(nn.Module):
     """x ↦ x₁ + f(x): the first of several images of the same thing, corrected by convolutions at three scales.
 
-    f begins at zero. Sides need not be even.
+    f begins at zero. Sides need not be multiples of the coarsest scale.
 
     Source: U-Net (Ronneberger et al. 2015); FBPConvNet (Jin et al. 2017) puts one behind a linear inverse.
     """
@@ -67,21 +71,22 @@ class UNet(nn.Module):
         self.before = nn.ModuleList(_Residual(fine) for fine, _ in pairs)
         self.down = nn.ModuleList(nn.Conv2d(fine, coarse, 2, 2) for fine, coarse in pairs)
         self.coarsest = nn.Sequential(_Residual(widths[-1]), _Residual(widths[-1]))
-        self.up = nn.ModuleList(nn.Conv2d(coarse, fine, 1) for fine, coarse in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, 2) for fine, coarse in pairs)
         self.after = nn.ModuleList(nn.Sequential(_Residual(fine), _Residual(fine)) for fine, _ in pairs)
         self.outwards = silent(nn.Conv2d(width, channels, 3, padding=1))
 
     def forward(self, x: Float[Tensor, "b s h w"]) -> Float[Tensor, "b c h w"]:
         """Return images, which may leave [0, 1]."""
-        h = self.inwards(x - 0.5)
+        height, width = x.shape[2:]
+        h = self.inwards(F.pad(x - 0.5, (0, -width % SCALE, 0, -height % SCALE), mode="replicate"))
         finer = []
         for before, down in zip(self.before, self.down, strict=True):
             finer.append(before(h))
             h = down(finer[-1])
         h = self.coarsest(h)
         for kept, up, after in reversed(list(zip(finer, self.up, self.after, strict=True))):
-            h = after(kept + F.interpolate(up(h), size=kept.shape[2:]))
-        return x[:, : self.channels] + self.outwards(h)
+            h = after(kept + up(h))
+        return x[:, : self.channels] + self.outwards(h)[:, :, :height, :width]
 
 
 class _Residual(nn.Module):

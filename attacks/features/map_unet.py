@@ -52,7 +52,7 @@ class MapUNet:
     width: int = 24
     releases: int = 6000
     client_batch: int = 4
-    steps: int = 800
+    steps: int = 600
     batch_size: int = 32
     learning_rate: float = 2e-3
     augment: bool = True

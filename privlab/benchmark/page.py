@@ -158,7 +158,8 @@ def _group(of: Track, rows: Sequence[Standing]) -> _Group:
 def _shown(row: Standing) -> dict[str, Any]:
     """Return a row as the template reads it: with its pictures, its commands, and what its card alone states."""
     assert row.result is not None
-    told = row.identity.commands if row.identity else ()
+    told = list(row.identity.commands) if row.identity else []
+    told[:1] = [table + _weights(row.result) for table in told[:1]]
     return row.as_json() | {
         "identity": row.identity,
         "shown": pictures_of(row),
@@ -172,10 +173,14 @@ def _commands(result: Result) -> Sequence[str]:
     folder, stem, parts = "experiments/benchmark", result.path.stem, result.data["photographs"]
     images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
     public = " --public OWN" if result.data.get("public_sha256") else ""
-    foreign = result.rows.weights.dropna().str.startswith("file:").any()
-    weights = " --weights FILE" if foreign else ""
+    weights = _weights(result)
     submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}{public}{weights}"
     return submit, f"privlab benchmark verify {folder}/results/{stem}.json{public}{weights}"
+
+
+def _weights(result: Result) -> str:
+    """Return the option of a command that names the weights of a victim that is not in the package."""
+    return " --weights FILE" if result.rows.weights.dropna().str.startswith("file:").any() else ""
 
 
 def feed(rows: Sequence[Standing]) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standi
     assert "<td>holds, the photograph is told in 88 %<br>" in page
     assert "told by: signs of releases, 50 photographs" in page
     assert page.count("privlab identify runs/low\n") == 1
+    assert "privlab table low\n" in page
     chance = fragment([replace(standing, identity=replace(found, rate=0.002, low=0.0))])
     assert "the photograph is told in" not in chance
     assert "of the entries that hold" not in chance
@@ -127,3 +128,10 @@ def test_an_entry_from_elsewhere_has_not_the_figure_of_the_package(tmp_path: Pat
     (ours,), (theirs,) = standings([own]), standings([replace(own, path=tmp_path / "svt.json")])
     assert ours.identity is not None
     assert theirs.identity is None
+
+
+def test_the_command_names_the_weights_of_a_victim_that_is_not_in_the_package() -> None:
+    rows = [each for each in standings(entries()) if each.track == "local-training"]
+    page = fragment(rows)
+    assert "privlab table identity_clients --images FOLDER --manifest privlab/benchmark/tracks/public.csv --weights FILE\n" in page
+    assert "tracks/public.csv\n" in page
