@@ -57,16 +57,14 @@ class GradientNoise:
     ) -> dict[str, Float[Tensor, "b ..."]]:
         """Return the clipped gradients with noise, or the mean of several such releases.
 
-        An image's generator draws for the parameters in the order of their names.
+        An image's generator draws for the parameters in the order of their names. The mean of K normal variables is
+        drawn as one, of the deviation σ C / √K.
         """
-        std, released, clipped = self.multiplier * self.clip, {}, self.expected(gradients)
+        std, released, clipped = self.multiplier * self.clip / math.sqrt(self.releases), {}, self.expected(gradients)
         for name in sorted(gradients):
             g = clipped[name]
-            noise = [
-                sum((torch.randn(g.shape[1:], generator=draw) for _ in range(self.releases)), torch.zeros(()))
-                for draw in draws
-            ]
-            released[name] = g + std / self.releases * torch.stack(noise).to(g)
+            noise = torch.stack([torch.randn(g.shape[1:], generator=draw) for draw in draws])
+            released[name] = g + std * noise.to(g)
         return released
 
     def expected(self, gradients: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
