@@ -1,12 +1,13 @@
 """`map-unet`: what `map-inversion` makes of noisy features, corrected by a network that saw what noise does to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from privlab.attacks.decoders import CorrectionSpec, correction_for, started
 from privlab.attacks.features.map_inversion import MapInversion
+from privlab.attacks.rows import effects
 from privlab.base import check_range
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 from privlab.training import Plan
@@ -24,7 +25,7 @@ class MapUNet:
     x̂ is the image that `map-inversion` finds under a prior written by hand, and x̂₀ its start, the linear estimate of
     each patch. f_φ is a U-Net: it learns what photographs look like, and what errors both make under this noise. Keys
     and noise of the releases that it is trained on are the adversary's own. It is trained once for each victim, defense
-    and set of public images, and cached. With few public images it learns little.
+    and set of public images, and cached. With few public images it learns little. Without noise it is `map-inversion`.
 
     Args:
         width: number of the U-Net's channels at the images' own size.
@@ -66,10 +67,13 @@ class MapUNet:
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
+        start = STARTS[0](seen)
+        if effects(seen).noise_std == 0:
+            return start
         unet = correction_for(seen, STARTS, self.spec)
         with torch.no_grad():
             images = unet(started(STARTS, seen)).clamp(0, 1)
-        return Reconstruction(images.to(seen.model.mean.dtype), STARTS[0](seen).rows)
+        return replace(start, images=images.to(start.images))
 
     @property
     def spec(self) -> CorrectionSpec:

@@ -137,7 +137,7 @@ def _attack(name: str) -> Explanation:
     client += " --set client.clients=2" if declared.reads_means else ""
     granted = {Capability.FILTERED_IMAGES: " --defense blur", Capability.MIXED_IMAGES: " --defense cutmix"}
     needed = next((option for each, option in granted.items() if each in kind.requires), "")
-    behind = _OF_CLIENTS.get(name, client) or needed or _defended(declared.knows)
+    behind = _OWN_OPTIONS.get(name, client) or needed or _defended(declared.knows)
     few = " --limit 8" if Capability.RELEASED_FEATURES in kind.requires else ""
     few = " --limit 1" if declared.named_only or (declared.search and declared.effort == "full") else few
     example = f"privlab attack --model {_victim(name)} --attack {name}{behind}{few}"
@@ -308,11 +308,13 @@ def _source(kind: Any, docs: list[Docstring]) -> str:  # noqa: ANN401
     return f"{told[:1].upper()}{told[1:]}"
 
 
-_OF_CLIENTS = {
+_OWN_OPTIONS = {
     "qkv-span": " --img-size 16 --client sgd --set client.trains=lora --set client.rank=64 --limit 8",
     "adapter-separation": " --img-size 16 --client sgd --set client.trains=adapters --set client.rank=64 --limit 1",
+    "map-inversion": " --defense gaussian-noise",
+    "map-unet": " --defense gaussian-noise",
 }
-"""The options of an example whose attack reads what other clients do not send."""
+"""The options of an example that what an attack declares does not tell."""
 
 
 def _victim(name: str) -> str:

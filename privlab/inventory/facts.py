@@ -288,7 +288,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         ("published",),
     ),
     "map-unet": AttackFacts(
-        _DECODER,
+        "It is a trained network without a guarantee. Without noise it is `map-inversion`, and that `least-squares`.",
         "The noise is known, white, and on the embedding's rows. With the bundled photographs alone it learns little: "
         "it needs `--public` with hundreds of images. It is trained for each defense and victim.",
         "@@",

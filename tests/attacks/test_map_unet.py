@@ -165,6 +165,12 @@ def test_it_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path, monkey
     assert any("damaged or foreign" in str(each.message) for each in told)
 
 
+def test_without_noise_there_is_nothing_to_correct(tiny_model: Make, crops: Tensor, cache: Path) -> None:
+    seen = seen_of(tiny_model(), crops[:2].double(), crops[24:88].double(), (ROWS,))
+    assert_close(SMALL(seen).images, crops[:2].double(), atol=1e-6, rtol=0)
+    assert not cache.exists()
+
+
 def test_it_warns_of_few_images(tiny_model: Make, crops: Tensor) -> None:
     with pytest.warns(PrivlabWarning, match="trained on 64 public images is poor"):
         SMALL(seen_of(tiny_model(), crops[:1].double(), crops[24:88].double()))

@@ -133,5 +133,8 @@ def test_an_entry_from_elsewhere_has_not_the_figure_of_the_package(tmp_path: Pat
 def test_the_command_names_the_weights_of_a_victim_that_is_not_in_the_package() -> None:
     rows = [each for each in standings(entries()) if each.track == "local-training"]
     page = fragment(rows)
-    assert "privlab table identity_clients --images FOLDER --manifest privlab/benchmark/tracks/public.csv --weights FILE\n" in page
+    assert (
+        "privlab table identity_clients --images FOLDER --manifest privlab/benchmark/tracks/public.csv --weights FILE\n"
+        in page
+    )
     assert "tracks/public.csv\n" in page
