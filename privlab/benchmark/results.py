@@ -173,8 +173,9 @@ def read_result(path: Path) -> Result:
     Raises:
         PrivlabError: if it cannot be read, lacks a field, is of another version, or was edited by hand.
     """
+    text = read_text(path, "result")
     try:
-        data = json.loads(read_text(path, "result"))
+        data = json.loads(text)
     except ValueError as error:
         raise PrivlabError(f"'{path}' is no JSON: {error}.") from None
     result = Result(data if isinstance(data, dict) else {}, path)

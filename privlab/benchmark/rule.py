@@ -58,6 +58,7 @@ class Standing:
     ours: float | None
     external: float | None
     external_by: tuple[str, ...]
+    external_photographs: int
     reported: str
     verdict: str
     why: str
@@ -78,6 +79,19 @@ class Standing:
     result: Result | None = field(default=None, repr=False, compare=False)
     entered: Sequence[Result] = field(default=(), repr=False, compare=False)
     judged: Judged | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def concluded(self) -> str:
+        """Return the verdict, and where it holds in how many cases the photograph is told among candidates."""
+        if self.verdict != "holds" or self.identity is None or not self.identity.above_control:
+            return self.verdict
+        return f"{self.verdict}, the photograph is told in {100 * self.identity.rate:.0f} %"
+
+    @property
+    def best_known_by(self) -> str | None:
+        """Return the attack that knows the defense and leaks most of the most photographs; None without any."""
+        by = self.judged.by if self.judged else {}
+        return max(self.known_by, key=lambda name: by.get(name, 0), default=None)
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as JSON."""
@@ -124,11 +138,12 @@ def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple
     card, of = result.card, result.card.of
     own = Judged.of_json(result.data["judged"])
     theirs = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
-    whole, external = own, None
+    whole, external, seen = own, None, 0
     if theirs:
         more = [each.rows.loc[lambda rows: rows.entry == card.name].drop(columns="entry") for each in theirs]
         whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
         external = judge(pd.concat(more, ignore_index=True), of).score.mean
+        seen = pd.concat(more).image_sha256.nunique()
     listed = sum(len(photographs(part)) for part in of.photographs)
     few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
     knowing = [each for each in theirs if each.data["judged"][card.name].get("knows")]
@@ -153,6 +168,7 @@ def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple
         ours=number(own.score.mean),
         external=None if external is None else number(external),
         external_by=tuple(each.card.name for each in theirs),
+        external_photographs=seen,
         reported="" if reported is None else reported.claim,
         verdict=whole.verdict,
         why=whole.why,
@@ -231,8 +247,9 @@ def _of(row: Standing) -> float:
 
 
 def _dominates(other: Standing, row: Standing) -> bool:
-    """Return whether another entry of the track leaks no more and keeps no less utility, and is better in one."""
-    if other.track != row.track or other.victim != row.victim or None in (other.measured_utility, row.measured_utility):
+    """Return whether another entry, on as many photographs, leaks no more and keeps no less, and is better in one."""
+    alike = (other.track, other.victim, other.photographs) == (row.track, row.victim, row.photographs)
+    if not alike or None in (other.measured_utility, row.measured_utility):
         return False
     leak = (_of(row), _of(other))
     worth = (float(other.measured_utility or 0), float(row.measured_utility or 0))

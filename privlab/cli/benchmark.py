@@ -66,8 +66,8 @@ def benchmark() -> None:
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     """Show the entries: those with a rank first, the least leakage first.
 
-    The worst case is in dB, of keys a share. The column "unreliable" has the heads of the reasons, "known by" the first
-    attack and the number of the others; --json has both in full.
+    The worst case is in dB, of keys a share. The column "unreliable" has the heads of the reasons, "known by" that
+    attack which leaks most of those that know the defense, and how many others do; --json has both in full.
     """
     from privlab.base import check_name
     from privlab.benchmark import TRACKS, entries, standings
@@ -85,9 +85,10 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
         unit = " dB" if of_track(row.track).lead in DECIBELS else ""
         score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}{unit}"
         worth = "—" if row.measured_utility is None else f"{row.measured_utility:.2f}"
-        known = " + ".join([*row.known_by[:1], *([str(len(row.known_by) - 1)] if row.known_by[1:] else [])])
+        others = [f"{len(row.known_by) - 1}"] if row.known_by[1:] else []
+        known = " + ".join([row.best_known_by or "no attack", *others])
         reasons = "; ".join(dict.fromkeys(reason.partition(":")[0] for reason in row.unreliable))
-        cells = (row.track, str(row.rank or "—"), row.name, score, row.verdict, known or "no attack", worth, reasons)
+        cells = (row.track, str(row.rank or "—"), row.name, score, row.concluded, known, worth, reasons)
         table.add_row(*map(escape, cells))
     print_table(table)
 
@@ -123,7 +124,9 @@ def submit(
     from privlab.benchmark import read_card
     from privlab.benchmark import submit as submitted
     from privlab.benchmark.measure import Photographs
+    from privlab.benchmark.tracks import track as of_track
     from privlab.grids import Engine
+    from privlab.metrics import DECIBELS
 
     if hidden and images is None:
         raise PrivlabError("--hidden needs --images FOLDER: the hidden half is named by its hashes alone.")
@@ -148,7 +151,8 @@ def submit(
         click.echo(f"{name + ': ' if name else ''}{each['why']}")
         score, by = each["worst"].get(each["leakiest"]), " and ".join(each["by"])
         if score is not None and score["mean"] is not None:
-            click.echo(f"worst case by photograph: {score['mean']:.2f}, {each['leakiest']}, by {by}")
+            unit = " dB" if of_track(result.card.track).lead in DECIBELS else ""
+            click.echo(f"worst case by photograph: {score['mean']:.2f}{unit}, case '{each['leakiest']}', by {by}")
     for each in failed:
         click.echo(f"unreliable: admission, {each['name']}: {each['text']}")
     click.echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")

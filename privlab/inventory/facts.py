@@ -291,7 +291,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "It is a trained network without a guarantee. Without noise it is `map-inversion`, and that `least-squares`.",
         "The noise is known, white, and on the embedding's rows. With the bundled photographs alone it learns little: "
         "it needs `--public` with hundreds of images. It is trained for each defense and victim.",
-        "@@",
+        "5 to 7 minutes of training on one busy core, its 6,000 own releases included (`cifar_vit`, 32 pixels).",
         ("published",),
     ),
     "feature-optimisation": AttackFacts(

@@ -130,7 +130,9 @@ def test_a_new_attack_scores_a_defense_anew(tmp_path: Path, high: np.ndarray) ->
     before, after = standings([own])[0], standings([own, attack])[0]
     assert (before.worst_case, before.external) == (11.0, None)
     assert after.worst_case == pytest.approx(high.mean(), abs=1e-3)
-    assert (after.ours, after.external_by) == (11.0, ("attack",))
+    assert (after.ours, after.external_by, after.external_photographs) == (11.0, ("attack",), 64)
+    assert after.best_known_by == "their-attack"
+    assert standings([own])[0].best_known_by == "patch-gradient-adaptive"
     assert after.external == pytest.approx(high.mean(), abs=1e-3)
     assert set(after.known_by) == {"their-attack", "patch-gradient-adaptive"}
     assert after.unreliable == ()

@@ -99,6 +99,7 @@ def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standi
     assert "of the entries that hold, under <code>svt-privacy</code> (gradients) in 88 % among 500" in page
     assert '<td class="n">88<br><span class="why">[76, 96]<br>of 500; controls 2</span></td>' in page
     assert "<td>holds, the photograph is told in 88 %<br>" in page
+    assert replace(standing, identity=found, verdict="broken").concluded == "broken"
     assert "told by: signs of releases, 50 photographs" in page
     assert page.count("privlab identify runs/low\n") == 1
     assert "privlab table low\n" in page
