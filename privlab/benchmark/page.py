@@ -162,6 +162,7 @@ def _shown(row: Standing) -> dict[str, Any]:
     told[:1] = [table + _weights(row.result) for table in told[:1]]
     return row.as_json() | {
         "identity": row.identity,
+        "concluded": row.concluded,
         "shown": pictures_of(row),
         "commands": [*(line for each in (row.result, *row.entered) for line in _commands(each)), *told],
         "stated_alone": row.result.card.stated_alone,

@@ -222,7 +222,7 @@ def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_p
     }  # fmt: skip
     assert found["few"].unreliable[-1] == "few photographs: 14 of 64"
     assert any(reason.startswith("No adaptive attack") for reason in found["alone"].unreliable)
-    assert {name for name, row in found.items() if row.dominated} == {"same", "leaky", "few", "alone"}
+    assert {name for name, row in found.items() if row.dominated} == {"same", "leaky", "alone"}  # not by more photographs
 
 
 @pytest.mark.parametrize(("elsewhere", "rank"), [(15.0, 1), (40.0, None)])
