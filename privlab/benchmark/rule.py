@@ -140,7 +140,7 @@ def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple
     theirs = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
     whole, external, seen = own, None, 0
     if theirs:
-        more = [each.rows.loc[lambda rows: rows.entry == card.name].drop(columns="entry") for each in theirs]
+        more = [_rows_on(card.name, each) for each in theirs]
         whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
         external = judge(pd.concat(more, ignore_index=True), of).score.mean
         seen = pd.concat(more).image_sha256.nunique()
@@ -188,6 +188,18 @@ def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple
         entered=theirs,
         judged=whole,
     )
+
+
+def _rows_on(name: str, attack: Result) -> pd.DataFrame:
+    """Return the rows of an attack that entered against an entry.
+
+    Controls of an adversary with images of its own get its name. Under one name the mean of several controls counts.
+    """
+    rows = attack.rows.loc[attack.rows.entry == name].drop(columns="entry")
+    if not attack.data.get("public_sha256"):
+        return rows
+    control = rows.attack.str.startswith(CONTROL)
+    return rows.assign(attack=rows.attack.mask(control, rows.attack + f" of {attack.card.name}"))
 
 
 def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Score, Score]:

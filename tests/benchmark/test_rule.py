@@ -163,6 +163,22 @@ def test_an_attack_whose_class_is_not_here_may_show_that_a_defense_holds(tmp_pat
     assert (row.verdict, row.known_by, row.rank) == ("holds", ("their-attack",), 1)
 
 
+def test_an_adversary_with_more_images_has_controls_of_its_own(tmp_path: Path) -> None:
+    """What it makes of them without a release is 13 dB; the mean with another adversary's control would be 12.5."""
+    mirrored = dict.fromkeys(MIRRORED.values(), 0.0)
+    own = [rows("control:mean", [12.0 + i % 3 for i in range(64)], setting) for setting in "ac"]
+    own = pd.concat([rows("april", [5.0] * 64), *own]).assign(**mirrored)
+    learned = [
+        rows("their-attack", [dB + i % 3 for i in range(64)], setting) for dB, setting in ((12.8, "c"), (60.0, "a"))
+    ]
+    means = [rows("control:mean", [13.0 + i % 3 for i in range(64)], setting) for setting in "ac"]
+    theirs = pd.concat([*learned, *means]).assign(**mirrored)
+    given = [entered(tmp_path, theirs, public_sha256=sha) for sha in ("of its own", None)]
+    ((of_its_own,), (of_all,)) = (standings([result(tmp_path, "one", own), each]) for each in given)
+    assert (of_its_own.verdict, of_all.verdict) == ("holds", "broken")
+    assert "control:mean of attack" in of_its_own.why
+
+
 def test_who_knows_a_defense_whose_class_is_not_here_its_file_says(tmp_path: Path, high: np.ndarray) -> None:
     found = pd.concat([records(high.tolist(), [5.0] * 64), rows("april", [5.0] * 64, draw=1)])
     found = found.replace("gradient-pruning", "their-defense").assign(defense_params="{}")
@@ -222,7 +238,11 @@ def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_p
     }  # fmt: skip
     assert found["few"].unreliable[-1] == "few photographs: 14 of 64"
     assert any(reason.startswith("No adaptive attack") for reason in found["alone"].unreliable)
-    assert {name for name, row in found.items() if row.dominated} == {"same", "leaky", "alone"}  # not by more photographs
+    assert {name for name, row in found.items() if row.dominated} == {
+        "same",
+        "leaky",
+        "alone",
+    }  # not by more photographs
 
 
 @pytest.mark.parametrize(("elsewhere", "rank"), [(15.0, 1), (40.0, None)])
