@@ -146,7 +146,7 @@ def gradient_training(
     public: Float[Tensor, "m c h w"],
     spec: GradientDecoderSpec,
     identity: str,
-) -> PairTraining:
+) -> PairTraining[GradientDecoder]:
     """Return the training of a new decoder, from releases of public images back to these images.
 
     Args:
@@ -189,7 +189,7 @@ def gradient_decoder_for(
     parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def trained() -> nn.Module:
+    def trained() -> GradientDecoder:
         recipe = gradient_training(model, defense, public, spec, key)
         with full_precision():
             train(recipe, spec.plan, compute=Compute(device=str(model.mean.device)), progress=progress)

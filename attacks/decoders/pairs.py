@@ -1,6 +1,7 @@
 """What decoders of releases that are made before the training share: the adversary's own images, and the recipe."""
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,10 @@ from privlab.attacks.decoders.training import mirrored_and_rolled
 
 __all__ = ["PairTraining", "own_images"]
 
+Network = TypeVar("Network", bound=nn.Module)
 
-class PairTraining:
+
+class PairTraining(Generic[Network]):
     """The training recipe from inputs to images, by the mean squared error of the images.
 
     Args:
@@ -23,7 +26,7 @@ class PairTraining:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Float[Tensor, "r ..."], images: Float[Tensor, "r c h w"], identity: str
+        self, model: Network, inputs: Float[Tensor, "r ..."], images: Float[Tensor, "r c h w"], identity: str
     ) -> None:
         self.model, self.inputs, self.images, self.identity = model, inputs, images, identity
 
