@@ -30,7 +30,6 @@ PUBLIC_OF_STARTS = 64
 IN_PLACE = 32
 """Images of an own release whose rows stay in place: there the size of the client's batch makes no difference."""
 
-
 SCALE = 4
 """Pixels in a pixel of the U-Net's coarsest scale."""
 

@@ -22,7 +22,7 @@ from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, Stac
 from privlab.training import Compute, Listener, Plan, train
 from privlab.victims import VictimModel, hash_of
 
-__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "make_release", "train_decoder"]
+__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "decoder_plan", "make_release", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
 Parts = Sequence[Defense | FeatureDefense | GradientDefense]
@@ -52,6 +52,19 @@ class DecoderSpec:
     def __post_init__(self) -> None:
         """Check the kind."""
         check_name("decoder", self.kind, DECODERS)
+
+
+def decoder_plan(*, steps: int, batch_size: int, learning_rate: float, seed: int) -> Plan:
+    """Return how every decoder is trained: a warm-up of a tenth of the steps or 50, then a cosine decay to zero.
+
+    Args:
+        steps: number of training steps.
+        batch_size: number of examples in a step.
+        learning_rate: the largest learning rate, reached after the warm-up.
+        seed: seed of the training.
+    """
+    warmup = min(50, steps // 10)
+    return Plan(steps, batch_size, learning_rate=learning_rate, weight_decay=0.01, warmup=warmup, seed=seed)
 
 
 def make_release(

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 import torch
 
-from privlab.attacks.decoders import DecoderSpec, decoder_for
+from privlab.attacks.decoders import DecoderSpec, decoder_for, decoder_plan
 from privlab.base import PrivlabError
 from privlab.release import effects_of
 from privlab.threat import Capability, FeatureObservation, Reconstruction
-from privlab.training import Plan
 
 __all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]
 
@@ -70,13 +69,8 @@ class _Inversion:
     @property
     def spec(self) -> DecoderSpec:
         """Return the decoder and its training."""
-        plan = Plan(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            weight_decay=0.01,
-            warmup=min(50, self.steps // 10),
-            seed=self.seed,
+        plan = decoder_plan(
+            steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate, seed=self.seed
         )
         return DecoderSpec(self.kind, self.width, self.depth, self.augment, plan)
 

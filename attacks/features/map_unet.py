@@ -1,16 +1,15 @@
 """`map-unet`: what `map-inversion` makes of noisy features, corrected by a network that saw what noise does to it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from privlab.attacks.decoders import CorrectionSpec, correction_for, started
+from privlab.attacks.decoders import CorrectionSpec, correction_for, decoder_plan, started
 from privlab.attacks.features.map_inversion import MapInversion
 from privlab.attacks.rows import effects
 from privlab.base import check_range
 from privlab.threat import Capability, FeatureObservation, Reconstruction
-from privlab.training import Plan
 
 __all__ = ["MapUNet"]
 
@@ -67,24 +66,18 @@ class MapUNet:
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
-        start = STARTS[0](seen)
         if effects(seen).noise_std == 0:
-            return start
+            return STARTS[0](seen)
         unet = correction_for(seen, STARTS, self.spec)
         with torch.no_grad():
             images = unet(started(STARTS, seen)).clamp(0, 1)
-        return replace(start, images=images.to(start.images))
+        rows = STARTS[1](seen).rows  # both place them alike, and this one does no more
+        return Reconstruction(images.to(seen.model.mean.dtype), rows)
 
     @property
     def spec(self) -> CorrectionSpec:
         """Return the U-Net and its training."""
-        plan = Plan(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            weight_decay=0.01,
-            warmup=min(50, self.steps // 10),
-            clip=1.0,
-            seed=self.seed,
+        plan = decoder_plan(
+            steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate, seed=self.seed
         )
         return CorrectionSpec(self.width, self.releases, self.client_batch, self.augment, plan)

@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.decoders import GradientDecoderSpec, gradient_decoder_for, slots_of
+from privlab.attacks.decoders import GradientDecoderSpec, decoder_plan, gradient_decoder_for, slots_of
 from privlab.base import PrivlabError
 from privlab.threat import Capability, Observation
-from privlab.training import Plan
 
 __all__ = ["LearningToInvert"]
 
@@ -90,13 +89,7 @@ class LearningToInvert:
     @property
     def spec(self) -> GradientDecoderSpec:
         """Return the decoder and its training."""
-        plan = Plan(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            weight_decay=0.01,
-            warmup=min(50, self.steps // 10),
-            clip=1.0,
-            seed=self.seed,
+        plan = decoder_plan(
+            steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate, seed=self.seed
         )
         return GradientDecoderSpec(self.width, self.depth, self.releases, self.augment, plan)
