@@ -1,5 +1,5 @@
 """Attacks: one file, one attack; each turns an observation into images, or into a key."""
 
-import lazy_loader
+from privlab.base import attach_parts
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__ = attach_parts(__name__, __file__, "ATTACKS", "attacks")

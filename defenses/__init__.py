@@ -1,5 +1,5 @@
 """Defenses, one per file: on images before the embedding, or on the features or gradients that are released."""
 
-import lazy_loader
+from privlab.base import attach_parts
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__ = attach_parts(__name__, __file__, "DEFENSES", "defenses")

@@ -7,6 +7,7 @@
 
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ __all__ = ["PrivlabError", "Victim", "__version__", "attack", "capture", "captur
 __all__ += ["open_images", "victim"]
 
 __version__ = version("privlab")
+
+if not Path(__file__).with_name("attacks").is_dir():
+    raise ImportError(
+        "privlab/attacks must be a link to the folder attacks, but git wrote a text file. Clone again with "
+        "'git clone -c core.symlinks=true', on Windows in developer mode, and install from that clone."
+    )
 
 _HOME = {
     "PrivlabError": "privlab.base.errors",

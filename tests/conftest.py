@@ -2,31 +2,46 @@
 
 import gc
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
-import timm
-import torch
 from hypothesis import settings
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
 
-from privlab.cli import _status
-from privlab.images import Preprocessing, open_images
-from privlab.victims import VictimModel
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
+    from torch import Tensor
 
-settings.register_profile("untimed", deadline=None)  # no test depends on how busy a machine is
-settings.load_profile("untimed")
+    from privlab.victims import VictimModel
 
-SHARED = Path(__file__).parents[1].parent / "shared"
+# Heavy packages are imported where they are used: the process that only starts the workers of `-n` reads this file too.
+
+# No test depends on how busy a machine is. What is drawn depends on the test alone, so that a red test is red for all;
+# `pytest --hypothesis-profile=explore` draws at random, to look for faults, and prints how to repeat what it finds.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("fixed")
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
+
+sys.path.insert(0, str(ROOT))  # the tests try the clone that they are in, also where a copy of privlab is installed
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `.ci/run` take another third of the slow tests for each commit."""
+    parser.addoption("--third", type=int, choices=(0, 1, 2), help="run this third of the tests, by their names")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Small inputs gain nothing from threads, which wait for one another on a busy machine; a forked child has none."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,6 +83,7 @@ class Outcome:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Run `privlab` as its entry point does."""
+    from privlab.cli import _status
 
     def run(*arguments: object) -> Outcome:
         capsys.readouterr()
@@ -93,8 +109,10 @@ def shared() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_vit() -> Callable[..., VisionTransformer]:
+def tiny_vit() -> "Callable[..., VisionTransformer]":
     """Return a maker of small ViTs: 3 × 16 × 16 in float64, 4 × 4 patches (N = 16, K = 48), seeded weights."""
+    import torch
+    from timm.models.vision_transformer import VisionTransformer
 
     def make(seed: int = 0, **options: object) -> VisionTransformer:
         settings = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 7}
@@ -109,8 +127,11 @@ def tiny_vit() -> Callable[..., VisionTransformer]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_vit: Callable[..., VisionTransformer]) -> Callable[..., VictimModel]:
+def tiny_model(tiny_vit: "Callable[..., VisionTransformer]") -> "Callable[..., VictimModel]":
     """Return a maker of small victim models with E_unk, normalised by three different means and deviations."""
+    import torch
+
+    from privlab.victims import VictimModel
 
     def make(seed: int = 0, *, unknown: bool = True, **options: object) -> VictimModel:
         vit = tiny_vit(seed, **options)
@@ -121,8 +142,12 @@ def tiny_model(tiny_vit: Callable[..., VisionTransformer]) -> Callable[..., Vict
 
 
 @pytest.fixture(scope="session")
-def photographs() -> Callable[[int, int], Tensor]:
+def photographs() -> "Callable[[int, int], Tensor]":
     """Return a maker of (n, side) ↦ n bundled photographs in [0, 1]."""
+    import torch
+    from torch import Tensor
+
+    from privlab.images import Preprocessing, open_images
 
     def make(n: int, side: int) -> Tensor:
         cut = Preprocessing(size=(side, side), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
@@ -132,15 +157,19 @@ def photographs() -> Callable[[int, int], Tensor]:
 
 
 @pytest.fixture(scope="session")
-def crops(photographs: Callable[[int, int], Tensor]) -> Tensor:
+def crops(photographs: "Callable[[int, int], Tensor]") -> "Tensor":
     """Return 384 different crops of 16 × 16 pixels of six photographs; not to be written to."""
     tiles = photographs(6, 128).unfold(2, 16, 16).unfold(3, 16, 16)
     return tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
 
 
 @pytest.fixture
-def vit() -> VisionTransformer:
+def vit() -> "VisionTransformer":
     """Return a ViT of 16 patches, width 64 and two blocks."""
+    import timm
+    import torch
+    from timm.models.vision_transformer import VisionTransformer
+
     with torch.random.fork_rng():
         torch.manual_seed(2)
         size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
@@ -149,8 +178,15 @@ def vit() -> VisionTransformer:
     return made
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the GPU tests where there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other thirds, and skip the GPU tests where there is no GPU."""
+    import torch
+
+    if (third := config.getoption("--third")) is not None:
+        left_out = [item for item in items if crc32(item.nodeid.encode()) % 3 != third]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % 3 == third]
+
     if torch.cuda.is_available():
         return
     for item in items:

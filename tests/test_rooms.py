@@ -13,8 +13,8 @@ import pytest
 from privlab.threat import AttackDeclarations, DefenseDeclarations
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("attacks", "defenses", "experiments")
-"""Packages of privlab that lie beside it in the repository."""
+FOLDERS = ("attacks", "benchmarks", "defenses", "experiments")
+"""Packages to which privlab/ has links; `rglob` follows none, so each file is met once."""
 
 
 def modules(folder: Path) -> list[Path]:
@@ -24,7 +24,8 @@ def modules(folder: Path) -> list[Path]:
 
 def rooms() -> list[Path]:
     """Return every folder that is a package."""
-    return sorted(path.parent for top in ("privlab", *FOLDERS) for path in (ROOT / top).rglob("__init__.py"))
+    tops = ("privlab", *FOLDERS)
+    return sorted(path.parent for top in tops for path in (ROOT / top).rglob("__init__.py"))
 
 
 @pytest.fixture
@@ -32,19 +33,19 @@ def copy(tmp_path: Path) -> Path:
     """Return a repository with the source of this one."""
     only_source = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
     for name in ("privlab", *FOLDERS):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=only_source)
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=only_source)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
 
-def contracts(root: Path) -> subprocess.CompletedProcess[str]:
-    """Check the contracts of pyproject.toml on a repository."""
-    command = (sys.executable, str(ROOT / ".ci/house.py"), "contracts")
+def house(root: Path, *task: str) -> subprocess.CompletedProcess[str]:
+    """Run a task of .ci/house.py on a repository."""
+    command = (sys.executable, str(ROOT / ".ci/house.py"), *task)
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 
 
 def test_the_contracts_hold() -> None:
-    done = contracts(ROOT)
+    done = house(ROOT, "contracts")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -61,8 +62,58 @@ def test_the_contracts_hold() -> None:
 def test_a_contract_that_is_broken_is_seen(copy: Path, module: str, line: str) -> None:
     with (copy / module).open("a", encoding="utf-8") as file:
         file.write(f"\n{line}\n")
-    done = contracts(copy)
+    done = house(copy, "contracts")
     assert (done.returncode, "BROKEN" in done.stdout) == (1, True), done.stdout + done.stderr
+
+
+def test_no_room_exceeds_its_ceiling() -> None:
+    done = house(ROOT, "size")
+    assert done.returncode == 0, done.stderr
+
+
+BUDGETS = """[tool.privlab.lines]  # ceilings
+base = { ceiling = 9, goal = 5 }
+"images + data" = { ceiling = 20, goal = 4 }
+api = { ceiling = 3, goal = 3 }
+attacks = { ceiling = 8, goal = 8 }
+"""
+
+
+@pytest.fixture
+def small_house(tmp_path: Path) -> Path:
+    """Return a repository of which base and images are below their ceilings, and attacks is a link."""
+    sizes = {"privlab/__init__.py": 1, "privlab/base/files.py": 3, "privlab/images/a.py": 5, "privlab/images/b/c.py": 6}
+    for name, count in (sizes | {"attacks/april.py": 8, "experiments/study.py": 99}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pass\n" * count, encoding="utf-8")
+    (tmp_path / "privlab/attacks").symlink_to("../attacks")
+    (tmp_path / "privlab/experiments").symlink_to("../experiments")
+    (tmp_path / "pyproject.toml").write_text(BUDGETS, encoding="utf-8")
+    return tmp_path
+
+
+def test_ceilings_are_lowered_to_the_goal_at_most_and_never_raised(small_house: Path) -> None:
+    checked = house(small_house, "size")
+    assert checked.returncode == 0, checked.stderr
+    assert "base: the ceiling can be lowered from 9 to 5" in checked.stdout
+    assert "images + data: the ceiling can be lowered from 20 to 11" in checked.stdout
+    assert (small_house / "pyproject.toml").read_text(encoding="utf-8") == BUDGETS
+    (small_house / "attacks/april.py").write_text("pass\n" * 9, encoding="utf-8")
+    lowered = house(small_house, "size", "--lower")
+    assert (lowered.returncode, "lowered" in lowered.stdout) == (1, False), lowered.stderr
+    expected = BUDGETS.replace("ceiling = 9,", "ceiling = 5,").replace("ceiling = 20,", "ceiling = 11,")
+    assert (small_house / "pyproject.toml").read_text(encoding="utf-8") == expected
+
+
+def test_a_room_above_its_ceiling_or_without_one_is_one_line(small_house: Path) -> None:
+    (small_house / "attacks/april.py").write_text("pass\n" * 9, encoding="utf-8")
+    (small_house / "privlab/keys").mkdir()
+    (small_house / "privlab/keys/key.py").write_text("pass\n", encoding="utf-8")
+    done = house(small_house, "size")
+    assert done.returncode == 1
+    above, without = done.stderr.splitlines()
+    assert "attacks: 9 lines exceed the ceiling of 8" in above
+    assert "keys: " in without
 
 
 def test_no_module_lies_outside_a_room() -> None:

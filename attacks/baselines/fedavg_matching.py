@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from privlab.attacks.baselines.rounds import Round, labels_of_round
 from privlab.attacks.gradients.gradient_matching import mismatch, search_identity
-from privlab.attacks.solvers import OPTIMISERS, Kept, descend, total_variation, twice_derivable
-from privlab.base import PrivlabError, check_name, check_range, draw_for, linear_sum_assignment
+from privlab.attacks.rows import least_cost
+from privlab.attacks.solvers import OPTIMISERS, descend, total_variation, twice_derivable
+from privlab.base import AtLeast0, NotNegative, Positive, PrivlabError, check_options, draw_for, gradients_enabled
 from privlab.release import each_release, undecayed
 from privlab.threat import Capability, Observation
 from privlab.victims import hash_of
-
-__all__ = ["FedavgMatching", "Simulation", "agree", "join_passes"]
 
 _OTHER_LABEL = 1e6
 """Squared distance, as if all pixels were wrong many times over, that keeps images of other labels apart."""
@@ -26,14 +25,30 @@ _OTHER_LABEL = 1e6
 class FedavgMatching:
     """Run the client's whole round on candidate images, and minimise the distance of its update to the released one.
 
-    1. Labels are told from the update of the head (`labels_of_round`).
+    Idea: The client's settings are public, so the adversary can repeat the client's training on candidate images. The
+    attack changes these images until the whole round moves the weights as the released update does. Each pass over the
+    data has its own candidates, which must agree on what no order of images changes.
+
+    Steps: labels from the head → run the round on candidates → match the update, join passes
+
+    Algorithm:
+
+    1. Labels are inferred from the update of the head (`labels_of_round`).
     2. Each pass over the data has candidates of its own, because each is in an order of its own. They go through all
        steps of SGD as the public settings say (`Round`), and 1 − cos(update, released update) is minimised by them,
        plus `tv` times their total variation, plus `invariance` times how far the passes disagree on what no order
        changes: the mean and the maximum of each pixel over the images (`agree`).
     3. The candidates of each pass are assigned to those of the first one, and averaged.
 
-    Where no order tells passes apart, for one image or one step in each pass, all passes share their candidates.
+    Where no order distinguishes passes, for one image or one step in each pass, all passes share their candidates.
+
+    Exact if: no condition is known: it is a search without a guarantee. At the true images, in the client's order, its
+    distance is zero but for rounding.
+
+    Fails if: the client does not use SGD, or uses dropout. Each evaluation runs the whole round with second
+    derivatives. It knows no filter, and takes labels in one order, the same in all passes.
+
+    Studies: baselines
 
     Args:
         optimiser: "lbfgs" or "adam".
@@ -45,11 +60,14 @@ class FedavgMatching:
         seed: seed of the noise.
 
     Source: Dimitrov et al. (TMLR 2022): simulation, a prior that no order of epochs changes, and matching at the end.
-        The functions of which passes must agree, all weights, and labels in one order for all passes are ours.
+    The functions of which passes must agree, all weights, and labels in one order for all passes are ours.
+    [@dimitrov2022fedavg]
     """
 
     name: ClassVar[str] = "fedavg-matching"
     paper: ClassVar[str] = "Data Leakage in Federated Averaging (Dimitrov et al., TMLR 2022)"
+    order: ClassVar[int] = 250
+    short: ClassVar[Mapping[str, Any]] = {"steps": 1}
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.KNOWS_WEIGHTS, Capability.CLIENT_UPDATE, Capability.CLASS_LABELS}
     )
@@ -59,23 +77,15 @@ class FedavgMatching:
     search: ClassVar[bool] = True
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    optimiser: str = "lbfgs"
-    steps: int = 200
-    lr: float = 0.05
-    tv: float = 0.01
-    invariance: float = 1.0
-    start: str = "noise"
+    optimiser: Annotated[str, OPTIMISERS] = "lbfgs"
+    steps: AtLeast0 = 200
+    lr: Positive = 0.05
+    tv: NotNegative = 0.01
+    invariance: NotNegative = 1.0
+    start: Annotated[str, ("noise", "grey")] = "noise"
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError for an unknown name, or a number that is out of range."""
-        check_name(f"optimiser of {self.name}", self.optimiser, OPTIMISERS)
-        check_name(f"start of {self.name}", self.start, ("noise", "grey"))
-        check_range(self.steps >= 0, f"steps of {self.name}", "at least 0", self.steps)
-        check_range(0 < self.lr < float("inf"), f"lr of {self.name}", "a finite number > 0", self.lr)
-        for name in ("tv", "invariance"):
-            value = getattr(self, name)
-            check_range(0 <= value < float("inf"), f"{name} of {self.name}", "at least 0 and finite", value)
+    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients trained on.
@@ -89,8 +99,8 @@ class FedavgMatching:
             count = simulation.round.client.images
             raise PrivlabError(f"start=grey cannot separate the {count} images of one update. Use noise.")
         points = torch.stack([self._start(simulation, update) for update in each_release(seen)]).to(seen.model.mean)
-        kept = Kept.under(search_identity(seen, self))
-        best, _ = descend(OPTIMISERS[self.optimiser](self.lr), points, simulation, self.steps, kept=kept)
+        optimiser = OPTIMISERS[self.optimiser](self.lr)
+        best, _ = descend(optimiser, points, simulation, self.steps, search_identity(seen, self))
         whole = simulation.round.whole_passes
         found = [
             join_passes(simulation.images(point)[:whole], labels)
@@ -154,7 +164,7 @@ class Simulation:
         """Return the objective and its slope at the points of clients with these numbers, one after the other."""
         values, slopes = [], []
         for point, i in zip(points, numbers.tolist(), strict=True):
-            with torch.enable_grad():
+            with gradients_enabled():
                 x = point.detach().requires_grad_()
                 images, labels = self.images(x), self.labels[i]
                 made = {name: each[None] for name, each in self.round(images, labels).items()}
@@ -173,9 +183,6 @@ def agree(images: Float[Tensor, "e m c h w"]) -> Float[Tensor, ""]:
     """Return how far passes disagree on what no order of their images changes, a mean square over pixels and pairs.
 
     That is the mean and the maximum of each pixel over the images of a pass; of pairs of passes, each counts twice.
-
-    Args:
-        images: those of each pass, in any order.
     """
     told = torch.stack([images.mean(1), images.amax(1)], 1)
     return 2 * told.var(0, correction=0).mean()
@@ -193,5 +200,5 @@ def join_passes(images: Float[Tensor, "e m c h w"], labels: Int[Tensor, " m"]) -
     joined = [images[0]]
     for other in images[1:]:
         cost = torch.cdist(first, other.flatten(1)).square() + apart
-        joined.append(other[torch.as_tensor(linear_sum_assignment(cost.cpu())[1], device=other.device)])
+        joined.append(other[least_cost(cost)[1]])
     return torch.stack(joined).mean(0)

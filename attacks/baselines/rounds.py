@@ -1,6 +1,6 @@
 """A client's round of SGD, run again on guessed images so that these can be searched for; a round as a gradient."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,22 +9,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from privlab.base import PrivlabError
-from privlab.release import told_labels, trained_parameters, undecayed
+from privlab.release import Update, told_labels, trained_parameters, undecayed
 from privlab.threat import Client, client_loss
 from privlab.victims import VictimModel
 
-__all__ = ["Round", "labels_of_round", "mean_gradient", "rate_sum"]
-
-_CLIP_EPS = 1e-6
-"""What torch adds to the norm that it clips by."""
+_CLIP_EPS = 1e-6  # what torch adds to the norm that it clips by
 
 
 def rate_sum(client: Client) -> float:
-    """Return Σ_s a_s of −(θ_T − c θ_0) = Σ_s a_s g_s: what a round makes of a gradient of one in each step.
-
-    Args:
-        client: the public settings, of SGD.
-    """
+    """Return Σ_s a_s of −(θ_T − c θ_0) = Σ_s a_s g_s: what a round makes of a gradient of one in each step."""
     moved, buffer = 0.0, None
     for rate in client.rates:
         step = 1 + client.weight_decay * moved
@@ -35,9 +28,7 @@ def rate_sum(client: Client) -> float:
     return -moved
 
 
-def mean_gradient(
-    model: VictimModel, update: Mapping[str, Float[Tensor, "..."]], client: Client
-) -> dict[str, Float[Tensor, "..."]]:
+def mean_gradient(model: VictimModel, update: Update, client: Client) -> dict[str, Float[Tensor, "..."]]:
     """Return (θ_0 − θ_T less decay) / Σ_s a_s: the mean of a round's gradients, weighted as SGD weighs them.
 
     Args:
@@ -49,7 +40,7 @@ def mean_gradient(
     return {name: (u / total).to(update[name]) for name, u in undecayed(model, update, client).items()}
 
 
-def labels_of_round(model: VictimModel, update: Mapping[str, Float[Tensor, "..."]], client: Client) -> list[int]:
+def labels_of_round(model: VictimModel, update: Update, client: Client) -> list[int]:
     """Return the labels of a client's m images in ascending order, guessed where the update does not tell them.
 
     The mean gradient of a round is taken for that of all images at the head's weights half way, (θ_0 + θ_T) / 2. That

@@ -1,21 +1,18 @@
 """`spear`: the inputs of the first MLP from the exact zeros that ReLU leaves in its gradient, and images from them."""
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
-from privlab.attacks.tokens import FC1, FC2, PROJ, QKV, UNIT_ROUNDOFF, Mlp, Near, Separated
-from privlab.base import PrivlabError, PrivlabWarning, check_range, draw_for
+from privlab.attacks.tokens import FC1, FC2, PROJ, QKV, UNIT_ROUNDOFF, Mlp, Separated
+from privlab.base import AtLeast1, Fraction, PrivlabError, check_options, draw_for, warn
 from privlab.threat import Observation
 from privlab.victims import PreNormBlock, first_block
-
-__all__ = ["Spear", "disaggregate"]
 
 _BIAS = "blocks.0.mlp.fc1.bias"
 
@@ -27,16 +24,31 @@ _INDEPENDENT = 1e-3
 class Spear(TokenSeparation):
     """Find the factors of ∂ℓ/∂W₁ = Σ_n δ_n u_nᵀ by the zeros of δ_n, where the first MLP has ReLU.
 
+    Idea: ReLU passes no gradient where it is off, so that the gradient of each token has exact zeros. The attack draws
+    rows of the factorised gradient until all of them are zero for one token, which gives that token's direction. All
+    directions together separate the tokens, and images follow from these.
+
+    Steps: factorise ∂ℓ/∂W₁ = L R → draw rows that one token leaves zero → tokens U = Q⁻¹ R
+
+    Algorithm:
+
     1. ∂ℓ/∂W₁ = L R has the rank n of its tokens, so that [δ_1 … δ_n] = L Q for an n × n matrix Q. A column q of Q
        leaves zeros in L q, wherever ReLU was off for its token. Any n − 1 rows of L that are all among these determine
        q: rows are drawn at random, and q is kept if a share of `zeros` of L q is zero.
     2. The sparsest independent ones make up Q, but for their lengths, since a sum of tokens has no zeros but those that
-       all of them have. ∂ℓ/∂b₁ = L Q 1 tells the lengths, and the inputs are U = Q⁻¹ R. A token is found if W₁ u + b₁
-       is positive exactly where δ is not zero (`disaggregate`).
+       all of them have. ∂ℓ/∂b₁ = L Q 1 gives the lengths, and the inputs are U = Q⁻¹ R. A token is found if W₁ u + b₁
+       is positive exactly where δ is not zero (`_disaggregate`).
     3. From tokens to images as in `token-separation`.
 
     The chance that n − 1 rows are off is 2^(1−n) where ReLU is off for half of them: the cost is exponential in the
     number of tokens. Another activation, such as the GELU of timm's ViTs, leaves no exact zeros, and is refused.
+
+    Exact if: `token-separation` would be, the MLP has ReLU, and every token's direction was drawn.
+
+    Fails if: the MLP has another activation, as those of all ViTs of timm and of privlab: GELU leaves no exact zeros,
+    and is refused. The number of draws grows exponentially with the tokens. `token-separation` needs no zeros.
+
+    Studies: baselines
 
     Args:
         starts: sets of n − 1 rows that are tried at once.
@@ -44,64 +56,50 @@ class Spear(TokenSeparation):
         steps: not used.
         tolerance: the size of an entry of L q, relative to the largest one, below which it counts as zero.
         sure: the share of signs against the zeros from which a token is not certain.
-        sharpen: as in `token-separation`.
-        inner: as in `token-separation`.
         seed: seed of the rows that are drawn.
         zeros: the share of L q that must be zero, of the rows that are not zero for every token.
 
     Source: SPEAR (Dimitrov et al., NeurIPS 2024), of a layer that reads images. Ours are the order of the directions in
-        the place of its greedy search by consistency, and the way from tokens to images.
+    the place of its greedy search by consistency, and the way from tokens to images. [@dimitrov2024spear]
     """
 
     name: ClassVar[str] = "spear"
     paper: ClassVar[str] = "SPEAR (Dimitrov et al., NeurIPS 2024); from tokens to images: ours"
+    order: ClassVar[int] = 230
+    short: ClassVar[Mapping[str, Any]] = {"starts": 64, "rounds": 2}
+    activation: ClassVar[str] = "ReLU"
     parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ, _BIAS)
     stands_in_for: ClassVar[tuple[str, ...]] = ()
     effort: ClassVar[str] = "full"
     named_only: ClassVar[bool] = True
     at_full: ClassVar[Mapping[str, int]] = {"rounds": 2000}
 
-    starts: int = 4096
-    rounds: int = 200
-    tolerance: float = 1e-4
-    sure: float = 0.02
-    zeros: float = 0.2
+    starts: AtLeast1 = 4096
+    rounds: AtLeast1 = 200
+    tolerance: Fraction = 1e-4
+    sure: Fraction = 0.02
+    zeros: Fraction = 0.2
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if a number is out of range."""
-        for name, least in (("starts", 1), ("rounds", 1), ("inner", 1), ("sharpen", 0)):
-            value = getattr(self, name)
-            check_range(value >= least, f"{name} of {self.name}", f"at least {least}", value)
-        for name in ("tolerance", "sure", "zeros"):
-            value = getattr(self, name)
-            check_range(0 < value < 1, f"{name} of {self.name}", "in (0, 1)", f"{value:g}")
+        check_options(self)
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the conditions of `token-separation` that do not hold, and an activation without exact zeros."""
         act = _activation(first_block(seen.model))
-        found = [super().beyond(seen), None if act == "ReLU" else f"{act} leaves no exact zeros in a gradient"]
+        found = [super().beyond(seen), None if act == self.activation else f"{act} leaves no exact zeros in a gradient"]
         return " and ".join(filter(None, found)) or None
 
     def tokens(
-        self,
-        block: PreNormBlock,
-        seen: Observation,
-        i: int,
-        count: int,
-        near: Near | None = None,
-        usual: Float[Tensor, "p d"] | None = None,
-        most: int | None = None,
-    ) -> Separated:
-        """Find the tokens of one release; none, if they are not fewer than the model's width.
+        self, block: PreNormBlock, seen: Observation, releases: Sequence[int], count: int, *_: object, **__: object
+    ) -> list[Separated]:
+        """Find the tokens of releases; none, if they are not fewer than the model's width.
 
         Args:
             block: the first block, in float64.
             seen: the observation, with the gradients of the block's MLP.
-            i: number of the release.
-            count: number of tokens in the release: those of all its images, class and register tokens included.
-            near: not used.
-            usual: not used.
-            most: not used.
+            releases: numbers of the releases.
+            count: number of tokens in a release: those of all its images, class and register tokens included.
 
         Raises:
             PrivlabError: if the MLP has no ReLU.
@@ -109,25 +107,27 @@ class Spear(TokenSeparation):
         Warns:
             PrivlabWarning: if tokens are missing.
         """
-        if (act := _activation(block)) != "ReLU":
+        if (act := _activation(block)) != self.activation:
             raise PrivlabError(
                 f"{self.name} needs an MLP with ReLU, whose gradient has exact zeros. Found {act}. That it does not "
                 "apply is no evidence of privacy: see token-separation."
             )
+        return [self._of_release(block, seen, i, count) for i in releases]
+
+    def _of_release(self, block: PreNormBlock, seen: Observation, i: int, count: int) -> Separated:
         G, b = (seen.gradients[name][i].double() for name in (FC1, _BIAS))
         none = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
         found = none
         if count < G.shape[1]:
             draw = draw_for(self.seed, self.name, "rows")
-            found = disaggregate(
+            found = _disaggregate(
                 Mlp.of(block), G, b, count, draw, self.starts, self.rounds, self.zeros, self.tolerance, self.sure
             )
         if len(found.u) < count:
-            warnings.warn(
+            warn(
                 f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} rounds "
                 f"of {self.starts} sets of rows). A low score here is no evidence of privacy.",
-                PrivlabWarning,
-                stacklevel=4,
+                5,
             )
         return found
 
@@ -138,7 +138,7 @@ def _activation(block: PreNormBlock) -> str:
 
 
 @torch.no_grad()
-def disaggregate(
+def _disaggregate(
     mlp: Mlp,
     G: Float[Tensor, "m d"],
     b: Float[Tensor, " m"],
@@ -153,18 +153,6 @@ def disaggregate(
     """Return the tokens u_n of G = Σ_n δ_n u_nᵀ and b = Σ_n δ_n whose signs agree with the zeros of δ_n.
 
     `residual` is the share of each token's signs that do not.
-
-    Args:
-        mlp: the MLP with ReLU whose first layer's gradients they are, in float64.
-        G: ∂ℓ/∂W₁, in float64.
-        b: ∂ℓ/∂b₁.
-        count: number of tokens; fewer are sought if G has a smaller rank.
-        draw: generator of the rows.
-        starts: sets of rows that are tried at once.
-        rounds: the most times that this is done; it ends when all tokens are found.
-        zeros: the share of a δ that must be zero, of the rows that are not zero for every token.
-        tolerance: the size of an entry, relative to the largest one, below which it counts as zero.
-        sure: the share of signs against the zeros below which a token is found.
 
     Source: SPEAR (Dimitrov et al., NeurIPS 2024).
     """

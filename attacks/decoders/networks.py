@@ -22,26 +22,8 @@ from privlab.patches import patchify, unpatchify
 from privlab.threat import RowOrder
 from privlab.victims import VictimModel
 
-__all__ = [
-    "DECODERS",
-    "ConvDecoder",
-    "Decoder",
-    "MaeDecoder",
-    "OwnRelease",
-    "SetDecoder",
-    "Shape",
-    "TokenDecoder",
-    "attention_blocks",
-    "pixel_map",
-    "silent",
-    "slot_positions",
-]
-
-HEAD_WIDTH = 32
-"""Width of an attention head."""
-
-PIXEL_CHANNELS = 16
-"""Channels of a convolution on pixels, and channels in a group of its norm."""
+HEAD_WIDTH = 32  # width of an attention head
+PIXEL_CHANNELS = 16  # channels of a convolution on pixels, and channels in a group of its norm
 
 Layer = TypeVar("Layer", bound=nn.Module)
 

@@ -1,22 +1,22 @@
 """Decoders on disk: each is trained once for all that shapes it."""
 
-import warnings
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, PrivlabWarning, write_whole
-from privlab.victims import cache_folder, hash_of
+from privlab.base import PrivlabError, warn, write_whole
+from privlab.release import AnyDefense
+from privlab.threat import Stack
+from privlab.victims import VictimModel, cache_folder, hash_of
 
-__all__ = ["kept_decoder", "warn_of_few"]
-
-LEAST_IMAGES = 200
-"""Number of public images below which a decoder is poor."""
+LEAST_IMAGES = 200  # number of public images below which a decoder is poor
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -38,13 +38,33 @@ def kept_decoder(kind: str, key: str, make: Callable[[], Network], train: Callab
         decoder = make()
         if _load(decoder, path, key):
             return decoder.eval()
-        _warn(f"The decoder in {path} is damaged or foreign: it is trained anew.")
+        warn(f"The decoder in {path} is damaged or foreign. It will be trained again.", 3)
     decoder = train()
     try:
         write_whole(path, lambda made: _save(decoder, made, key))
     except (PrivlabError, SafetensorError) as error:
-        _warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.")
+        warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.", 3)
     return decoder
+
+
+def identity_of(model: VictimModel, defense: Sequence[AnyDefense], form: str, *parts: str) -> str:
+    """Return the SHA-256, in hexadecimal, of all that shapes a decoder.
+
+    Args:
+        model: the victim; its weights and its normalisation count.
+        defense: the defenses; their options and their order count.
+        form: name and version of this kind of decoder.
+        parts: what else shapes it, such as the plan of its training.
+    """
+    victim = hash_of(model.state_dict() | {"mean": model.mean, "std": model.std})
+    return hashlib.sha256("\n".join((form, victim, repr(Stack(tuple(defense))), *parts)).encode()).hexdigest()
+
+
+def seeded(seed: int, make: Callable[[], Network]) -> Network:
+    """Return what `make` makes under this seed of torch's generator, whose state is restored."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return make()
 
 
 def warn_of_few(public: Float[Tensor, "m c h w"]) -> None:
@@ -54,7 +74,7 @@ def warn_of_few(public: Float[Tensor, "m c h w"]) -> None:
         PrivlabWarning: for fewer than `LEAST_IMAGES`.
     """
     if len(public) < LEAST_IMAGES:
-        _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
+        warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.", 3)
 
 
 def _save(decoder: nn.Module, path: Path, key: str) -> None:
@@ -74,7 +94,3 @@ def _load(decoder: nn.Module, path: Path, key: str) -> bool:
     except (OSError, SafetensorError, RuntimeError):
         return False
     return True
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=4)

@@ -4,28 +4,25 @@ The adversary knows the defense's algorithm and runs the client's embedding on i
 draws of its releases are its own, and new in every batch: whatever the decoder learns holds for keys that it never saw.
 """
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import DECODERS, Decoder, OwnRelease, Shape
-from privlab.attacks.decoders.store import kept_decoder, warn_of_few
+from privlab.attacks.decoders.store import identity_of, kept_decoder, seeded, warn_of_few
 from privlab.base import check_name, draw_for, full_precision
 from privlab.patches import permute
-from privlab.release import send
-from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, Stack
-from privlab.training import Compute, Listener, Plan, train
+from privlab.release import AnyDefense, send
+from privlab.threat import Draws, FeatureObservation, Stack
+from privlab.training import Compute, Plan, train
 from privlab.victims import VictimModel, hash_of
 
-__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "decoder_plan", "make_release", "train_decoder"]
-
 FORMAT = "privlab-decoder/1"
-Parts = Sequence[Defense | FeatureDefense | GradientDefense]
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,6 @@ class DecoderSpec:
         depth: number of its blocks.
         augment: whether public images are mirrored and rolled at random.
         plan: how it is trained.
-
-    Raises:
-        PrivlabError: for an unknown kind.
     """
 
     kind: str
@@ -50,25 +44,38 @@ class DecoderSpec:
     plan: Plan
 
     def __post_init__(self) -> None:
-        """Check the kind."""
+        """Raise PrivlabError for an unknown kind."""
         check_name("decoder", self.kind, DECODERS)
 
 
-def decoder_plan(*, steps: int, batch_size: int, learning_rate: float, seed: int) -> Plan:
-    """Return how every decoder is trained: a warm-up of a tenth of the steps or 50, then a cosine decay to zero.
+class Trained:
+    """The options of an attack whose network is trained on the adversary's own images.
 
     Args:
         steps: number of training steps.
-        batch_size: number of examples in a step.
-        learning_rate: the largest learning rate, reached after the warm-up.
-        seed: seed of the training.
+        batch_size: number of public images in a step.
+        learning_rate: the largest learning rate, reached after a warm-up and followed by a cosine decay to zero.
+        seed: seed of the network's first weights, of its training and of the adversary's own draws.
     """
-    warmup = min(50, steps // 10)
-    return Plan(steps, batch_size, learning_rate=learning_rate, weight_decay=0.01, warmup=warmup, seed=seed)
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+    @property
+    def plan(self) -> Plan:
+        """Return how the network is trained: a warm-up of a tenth of the steps or 50, then a cosine decay to zero."""
+        rate, warmup = self.learning_rate, min(50, self.steps // 10)
+        return Plan(self.steps, self.batch_size, learning_rate=rate, weight_decay=0.01, warmup=warmup, seed=self.seed)
 
 
 def make_release(
-    model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator, cut_layer: int = 0
+    model: VictimModel,
+    defense: Sequence[AnyDefense],
+    images: Float[Tensor, "b c h w"],
+    draw: Generator,
+    cut_layer: int = 0,
 ) -> OwnRelease:
     """Return what a client with this defense would send of these images, with keys and noise drawn from `draw`.
 
@@ -100,32 +107,23 @@ def mirrored_and_rolled(images: Float[Tensor, "b c h w"], draw: Generator) -> Fl
 class Inversion:
     """The training recipe of a decoder: from releases of public images back to these images."""
 
-    def __init__(
-        self,
-        model: VictimModel,
-        defense: Parts,
-        public: Float[Tensor, "m c h w"],
-        spec: DecoderSpec,
-        identity: str,
-        cut_layer: int = 0,
-    ) -> None:
-        self.victim, self.defense, self.public, self.spec, self.identity = model, defense, public, spec, identity
-        self.cut_layer = cut_layer
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(spec.plan.seed)
-            self.model = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
-        self.model.to(model.mean.device).whiten.fit(self._rows())
+    def __init__(self, seen: FeatureObservation, spec: DecoderSpec) -> None:
+        self.seen, self.spec, self.identity = seen, spec, decoder_key(seen, spec)
+        make, shape = DECODERS[spec.kind], Shape.of(seen.model)
+        self.model = seeded(spec.plan.seed, lambda: make(shape, spec.width, spec.depth))
+        self.model.to(seen.model.mean.device).whiten.fit(self._rows())
 
     def __len__(self) -> int:
-        return len(self.public)
+        return len(self.seen.public)
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return a new release of some public images: features, source, images and fed images (see `OwnRelease`)."""
-        images = self.public[rows.to(self.public.device)].to(self.victim.mean)
+        seen, public = self.seen, self.seen.public
+        images = public[rows.to(public.device)].to(seen.model.mean)
         if self.spec.augment:
             images = mirrored_and_rolled(images, draw)
-        seen = make_release(self.victim, self.defense, images, draw, self.cut_layer)
-        return seen.features, seen.source, seen.images, seen.fed
+        own = make_release(seen.model, seen.defense, images, draw, seen.cut_layer)
+        return own.features, own.source, own.images, own.fed
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tensor], draw: Generator) -> Tensor:
         """Return the objective of the decoder on one release (`Decoder.objective`).
@@ -140,85 +138,102 @@ class Inversion:
     def _rows(self) -> Float[Tensor, "m d"]:
         """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
         draw = draw_for(self.spec.plan.seed, "", "whitening")
-        batches = torch.randperm(len(self.public), generator=draw)[:256].split(32)
+        batches = torch.randperm(len(self), generator=draw)[:256].split(32)
         return torch.cat([self.batch(rows, draw)[0].flatten(0, 1) for rows in batches])
 
 
-def train_decoder(
-    model: VictimModel,
-    defense: Parts,
-    public: Float[Tensor, "m c h w"],
-    spec: DecoderSpec,
-    cut_layer: int = 0,
-    *,
-    out: Path | None = None,
-    progress: Listener | None = None,
-) -> Decoder:
-    """Train a decoder on releases of public images, on the victim's device; with `out`, go on with a checkpoint there.
+def train_decoder(seen: FeatureObservation, spec: DecoderSpec) -> Decoder:
+    """Train a decoder on releases of public images, on the victim's device.
 
     Args:
-        model: the victim, whose embedding and first blocks are run but not trained.
-        defense: the defenses that the client uses, in their order.
-        public: images of the adversary, in [0, 1].
+        seen: a release, of which the model, the defense, the public images and the cut layer count.
         spec: the kind and size of the decoder, and the plan of its training.
-        cut_layer: ℓ, the number of blocks that the client holds.
-        out: folder of the checkpoints; without it none are written.
-        progress: is called with the progress of the training.
 
     Raises:
         PrivlabError: whatever `privlab.training.train` raises.
     """
-    recipe = Inversion(model, defense, public, spec, decoder_key(model, defense, public, spec, cut_layer), cut_layer)
+    recipe = Inversion(seen, spec)
     with full_precision():
-        train(recipe, spec.plan, compute=Compute(device=str(model.mean.device)), out=out, progress=progress)
+        train(recipe, spec.plan, compute=Compute(device=str(seen.model.mean.device)))
     return recipe.model
 
 
-def decoder_for(
-    model: VictimModel,
-    defense: Parts,
-    public: Float[Tensor, "m c h w"],
-    spec: DecoderSpec,
-    cut_layer: int = 0,
-    *,
-    progress: Listener | None = None,
-) -> Decoder:
+def decoder_for(seen: FeatureObservation, spec: DecoderSpec) -> Decoder:
     """Return the decoder of this victim, defense, public images and spec: from the cache, or trained and cached.
 
     Args:
-        model: the victim, on whose device the decoder is put.
-        defense: the defenses that the client uses, in their order.
-        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than 200.
+        seen: a release, of which the features do not count; the decoder is poor with fewer than 200 public images.
         spec: the kind and size of the decoder, and the plan of its training.
-        cut_layer: ℓ, the number of blocks that the client holds.
-        progress: is called with the progress of a training; never, if the decoder is in the cache.
 
     Warns:
         PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
     """
-    warn_of_few(public)
-    key = decoder_key(model, defense, public, spec, cut_layer)
+    warn_of_few(seen.public)
+    make, shape = DECODERS[spec.kind], Shape.of(seen.model)
     return kept_decoder(
         spec.kind,
-        key,
-        lambda: DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth),
-        lambda: train_decoder(model, defense, public, spec, cut_layer, progress=progress),
-    ).to(model.mean.device)
+        decoder_key(seen, spec),
+        lambda: make(shape, spec.width, spec.depth),
+        lambda: train_decoder(seen, spec),
+    ).to(seen.model.mean.device)
 
 
-def decoder_key(
-    model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec, cut_layer: int = 0
-) -> str:
-    """Return the SHA-256, in hexadecimal, of all that shapes a decoder; `decoder_for` stores it under that name.
+def decoder_key(seen: FeatureObservation, spec: DecoderSpec) -> str:
+    """Return the SHA-256, in hexadecimal, of all that shapes a decoder; `decoder_for` stores it under that name."""
+    cut = (f"cut layer {seen.cut_layer}",) if seen.cut_layer else ()  # 0 has the keys of before there was a choice
+    return identity_of(seen.model, seen.defense, FORMAT, repr(spec), hash_of({"public": seen.public}), *cut)
+
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+class PairTraining(Generic[Network]):
+    """The training recipe from inputs to images, by the mean squared error of the images.
 
     Args:
-        model: the victim; its weights and its normalisation count.
-        defense: the defenses; their options and their order count.
-        public: the images that the decoder is trained on, in [0, 1].
-        spec: the kind and size of the decoder, and the plan of its training.
-        cut_layer: ℓ, the number of blocks that the client holds; 0 has the keys of before there was a choice.
+        model: what is trained.
+        inputs: what it reads.
+        images: what it shall return, in the same order.
+        identity: of all that shapes these.
     """
-    victim = hash_of(model.state_dict() | {"mean": model.mean, "std": model.std})
-    parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
-    parts += (f"cut layer {cut_layer}",) if cut_layer else ()
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def __init__(
+        self, model: Network, inputs: Float[Tensor, "r ..."], images: Float[Tensor, "r c h w"], identity: str
+    ) -> None:
+        self.model, self.inputs, self.images, self.identity = model, inputs, images, identity
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
+        """Return some inputs, and their images."""
+        rows = rows.to(self.images.device)
+        return self.inputs[rows], self.images[rows]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:
+        """Return the mean squared error of the images of a batch.
+
+        Args:
+            model: the model, or what Fabric wraps around it.
+            batch: as `batch` returns it.
+            draw: not used, because the objective is not random.
+        """
+        inputs, images = batch
+        return F.mse_loss(model(inputs), images)
+
+
+def own_images(
+    public: Float[Tensor, "m c h w"], count: int, at_a_time: int, augment: bool, draw: Generator
+) -> Iterator[Float[Tensor, "b c h w"]]:
+    """Yield public images in turn, until there are `count`.
+
+    Args:
+        public: images of the adversary.
+        count: how many there are in all.
+        at_a_time: how many come together.
+        augment: whether they are mirrored and rolled at random, once each came as it is.
+        draw: of the mirroring and rolling.
+    """
+    for rows in torch.arange(count).split(at_a_time):
+        images = public[(rows % len(public)).to(public.device)]
+        yield mirrored_and_rolled(images, draw) if augment and int(rows[0]) >= len(public) else images

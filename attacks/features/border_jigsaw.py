@@ -4,21 +4,36 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from privlab.attacks.rows import WHITE_BOX, by_borders, warn_of_moves
-from privlab.base import check_range
+from privlab.base import AtLeast0, check_options
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
 from privlab.threat import Capability, FeatureObservation, Reconstruction
-
-__all__ = ["BorderJigsaw"]
 
 
 @dataclass(frozen=True)
 class BorderJigsaw:
     """Invert each row linearly, and re-assemble the patches by `privlab.reassembly.solver`, without anchors.
 
-    A row is taken to be W x + β, which holds for victims without position embeddings (`_nope`). In other victims a row
-    contains an unknown e_s, which stays in the patch as an error; use `pe-assignment` or `row-alignment` there. The row
-    of the class token, which is known to the last bit, is removed first. Images that share one order are solved
-    together, with their border costs added up.
+    Idea: Without position embeddings a row says nothing of its slot. It still says what its patch looks like, because
+    the projection can be inverted. The patches are then put together as a jigsaw puzzle, by how well their borders
+    continue each other.
+
+    Steps: invert each row → compare borders → grow the image
+
+    Algorithm: A row is taken to be W x + β, which holds for victims without position embeddings (`_nope`). In other
+    victims a row contains an unknown e_s, which stays in the patch as an error; use `pe-assignment` or `row-alignment`
+    there. The row of the class token, which is known to the last bit, is removed first. Images that share one order are
+    solved together, with their border costs added up.
+
+    Exact if: every row is placed, up to what the projection W loses (nothing for a square W of full rank).
+
+    Fails if: patches are similar: these are put in the wrong place, above all where every image has an order of its
+    own.
+
+    Cost: 0.03 to 0.30 s an image for the re-assembly (patches of 16 pixels, 160 and 224 pixels).
+
+    Studies: permutation, training
+
+    Example: privlab attack --model cifar_vit_nope --attack border-jigsaw --defense row-permutation --limit 8
 
     Args:
         rounds: rounds of `privlab.reassembly.solver.assemble`, at least 0.
@@ -26,20 +41,20 @@ class BorderJigsaw:
             is added to the border costs; an empty string stands for none.
 
     Source: the training-free baseline of re-assembly; borders and growth as cited in `privlab.reassembly.solver`.
+    [@gallagher2012jigsaw; @paikin2015jigsaw]
     """
 
     name: ClassVar[str] = "border-jigsaw"
     paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
+    order: ClassVar[int] = 280
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
     effort: ClassVar[str] = "quick"
 
-    rounds: int = ROUNDS
+    rounds: AtLeast0 = ROUNDS
     predictor: str = ""
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if `rounds` is negative."""
-        check_range(self.rounds >= 0, "rounds of border-jigsaw", "at least 0", self.rounds)
+    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Invert the rows and put them together.

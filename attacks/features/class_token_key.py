@@ -7,33 +7,43 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, reassemble, undone
-from privlab.base import linear_sum_assignment
+from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, least_cost, reassemble, undone
 from privlab.threat import Capability, FeatureObservation, Reconstruction
-
-__all__ = ["ClassTokenKey"]
 
 
 @dataclass(frozen=True)
 class ClassTokenKey:
     """Match the entries of the class token's row, and of the registers', with the public ones.
 
-    The row (cls + e_0) P_C holds the public values in another order, whatever the image is: sorting both gives P_C if
-    there is no noise. If rows are permuted too, the row is found by its sorted values. Its copies in a batch are
-    averaged, which reduces noise. If there are several prefix tokens, the key is the assignment of k to j with the
-    least Σ_p (z_pk − c_pj)².
+    Idea: The row of the class token is the same for every image, and its values are public. A column permutation only
+    changes their order, so that sorting both rows gives the key. With the key the columns are put back, and the rows
+    are placed and inverted.
+
+    Steps: sort the class token's values → read off the column key → place and invert the rows
+
+    Algorithm: The row (cls + e_0) P_C holds the public values in another order, whatever the image is: sorting both
+    gives P_C if there is no noise. If rows are permuted too, the row is found by its sorted values. Its copies in a
+    batch are averaged, which reduces noise. If there are several prefix tokens, the key is the assignment of k to j
+    with the least Σ_p (z_pk − c_pj)².
 
     The size of noise has no part in the search, so that the attack does not count as one that knows noise.
 
     The columns are then put back, the rows placed by their position embeddings, or by their borders if there are none,
-    and inverted. Equal values are told apart by chance; `column-statistics` does not depend on them.
+    and inverted. Equal values are ordered by chance; `column-statistics` does not depend on them.
+
+    Exact if: there is no noise, and the class token's values are all different: the column key is then exact.
+
+    Fails if: there is noise: a standard deviation of 0.1 reduces the recovered key to 24 % (ViT-Ti).
+
+    Studies: permutation
 
     Source: column permutation as in Permutation Equivariance (Xu et al., CVPR 2024), Eq. 5, which moves the class token
-    with the others.
+    with the others. [@xu2024permutation]
     """
 
     name: ClassVar[str] = "class-token-key"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
+    order: ClassVar[int] = 260
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.CLASS_TOKEN}
     effort: ClassVar[str] = "quick"
@@ -61,5 +71,4 @@ def _columns(found: Float[Tensor, "p d"], known: Float[Tensor, "p d"]) -> Int[Te
     """Return the key c with found[:, k] ≈ known[:, c(k)]; for one row the best assignment is that of sorted values."""
     if len(found) == 1:
         return known[0].argsort()[found[0].argsort().argsort()]
-    apart = torch.cdist(found.mT, known.mT).square().cpu().numpy()
-    return torch.from_numpy(linear_sum_assignment(apart)[1]).to(known.device)
+    return least_cost(torch.cdist(found.mT, known.mT).square())[1]

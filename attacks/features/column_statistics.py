@@ -7,22 +7,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.rows import WHITE_BOX, effects, reassemble, undone
-from privlab.base import check_range, linear_sum_assignment
+from privlab.attacks.rows import WHITE_BOX, effects, least_cost, reassemble, undone
+from privlab.base import Positive, check_options
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
-__all__ = ["ColumnStatistics"]
-
-LEAST_CHANGE = 1e-9
-"""Change of the log-likelihood per row, in nats, below which an exchange is rounding."""
+LEAST_CHANGE = 1e-9  # change of the log-likelihood per row, in nats, below which an exchange is rounding
 
 
 @dataclass(frozen=True)
 class ColumnStatistics:
     """Find the column order under which the rows are likeliest as rows of public photographs.
 
-    Rows z of any image, in any order and with their position embeddings, have the moments m = E z and R = E zzᵀ, and
-    public photographs have μ and R₀, with Λ = (R₀ − μμᵀ + noise² I)⁻¹. The key c minimises the Gaussian cost
+    Idea: A permutation of columns keeps the mean and the covariance of the features, in another order. The server knows
+    both from public photographs. It looks for the order in which they agree best, first by an assignment and then by
+    swaps.
+
+    Steps: moments of the features → match with public moments → place and invert the rows
+
+    Algorithm: Rows z of any image, in any order and with their position embeddings, have the moments m = E z and R = E
+    zzᵀ, and public photographs have μ and R₀, with Λ = (R₀ − μμᵀ + noise² I)⁻¹. The key c minimises the Gaussian cost
 
         f(c) = tr(Λ R_c) − 2 μᵀ Λ m_c,    R_c = R with rows and columns put back by c.
 
@@ -32,21 +35,31 @@ class ColumnStatistics:
 
     The columns, rows and images are then restored as in `class-token-key`.
 
+    Exact if: no condition is known: it has no guarantee, because the column order is the best that a local search
+    finds.
+
+    Fails if: the local search ends early: at width 768 it finds 89 to 98 % of the key from four images (random ViT-B).
+
+    Cost: 9 to 25 s a key at width 768.
+
+    Studies: permutation
+
     Args:
         ridge: is added to the public variances, relative to their mean: how far one batch may be from the public mean.
+
+    Source: [@xu2024permutation]
     """
 
     name: ClassVar[str] = "column-statistics"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
+    order: ClassVar[int] = 300
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX
     effort: ClassVar[str] = "quick"
 
-    ridge: float = 0.1
+    ridge: Positive = 0.1
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if `ridge` is not positive."""
-        check_range(self.ridge > 0, "ridge of column-statistics", "positive", self.ridge)
+    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""
@@ -77,20 +90,16 @@ def _by_moments(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor) -> Int[Tensor, " d
     tiny = torch.finfo(S.dtype).tiny
     seen = torch.stack([m / μ.std(correction=0).clamp_min(tiny), S.diagonal().clamp_min(tiny).log()], 1)
     known = torch.stack([μ / μ.std(correction=0).clamp_min(tiny), S0.diagonal().clamp_min(tiny).log()], 1)
-    return _assign(-torch.cdist(seen, known).square())
+    return least_cost(torch.cdist(seen, known).square())[1]
 
 
 def _by_products(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor, key: Int[Tensor, " d"]) -> Int[Tensor, " d"]:
     """Assign each column by its products with all others under the current assignment, until that is stable."""
     for _ in range(50):
-        before, key = key, _assign(S @ S0[key] + m.outer(μ))
+        before, key = key, least_cost(-(S @ S0[key] + m.outer(μ)))[1]
         if torch.equal(before, key):
             break
     return key
-
-
-def _assign(gain: Float[Tensor, "d d"]) -> Int[Tensor, " d"]:
-    return torch.from_numpy(linear_sum_assignment(gain.cpu().numpy(), maximize=True)[1]).to(gain.device)
 
 
 def _by_swaps(A: Tensor, v: Tensor, R: Tensor, m: Tensor, places: Int[Tensor, " d"]) -> Int[Tensor, " d"]:

@@ -16,17 +16,12 @@ from torch.nn.functional import pad
 
 from privlab.attacks.features.depth_optimisation import DepthOptimisation
 from privlab.attacks.features.feature_inversion import LeastSquares
-from privlab.attacks.rows import warn_of_moves
-from privlab.base import check_range
+from privlab.attacks.rows import WHITE_BOX, warn_of_moves
+from privlab.base import AtLeast1, check_options
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
-__all__ = ["CutMixCompletion", "fill", "origins", "rectangles"]
-
-MOST_IMAGES = 4
-"""The most public photographs on which the adversary measures what its images of rows are like."""
-
-HALF_A_LEVEL = 0.5 / 255
-"""The least error of a pixel that is reckoned with: images have 256 levels."""
+MOST_IMAGES = 4  # the most public photographs on which the adversary measures what its images of rows are like
+HALF_A_LEVEL = 0.5 / 255  # the least error of a pixel that is reckoned with: images have 256 levels
 
 LEAST = -8.0
 """The least that one pixel may say against two images being the same there: the model of errors has no long tails."""
@@ -45,8 +40,15 @@ _Rectangle = tuple[int, int] | None
 class CutMixCompletion:
     """Find the origins s_i(p) of all pixels, take parts that other images show from there, and fill the rest smoothly.
 
-    The images y_i that the rows tell are those of `least-squares`, and of `depth-optimisation` behind blocks. s_i(p) is
-    another image within one rectangle, which CutMix may draw, and i elsewhere. The rectangles maximise
+    Idea: The rectangle that covers a part of each image comes from another one in the same batch, so the two look the
+    same there, and it has sharp borders. The attack finds all rectangles of the batch together. It takes what other
+    images show of a covered part from them, and fills pixels that no image shows smoothly.
+
+    Steps: invert the rows → find the rectangles → take back, and fill
+
+    Algorithm: The images y_i that the rows give are those of `least-squares`, and of `depth-optimisation` behind
+    blocks. s_i(p) is another image within one rectangle, which CutMix may draw, and i elsewhere. The rectangles
+    maximise
 
         Σ_{i<k} Σ_{p: s_i(p) = s_k(p)} log [φ(y_i − y_k; 2σ²) / λ(y_i − y_k; β)] + Σ_i Σ_borders log [λ(δ; β) / λ(δ; α)]
 
@@ -57,32 +59,34 @@ class CutMixCompletion:
     the other is set to its best over all the others. A pixel that another image shows in its rectangle comes from
     there; the pixels that no image shows are harmonic.
 
+    Exact if: the rectangles are found and W has full column rank, but for rounding, and for pixels that no image of the
+    batch shows.
+
+    Fails if: no image of the batch shows a pixel: it is guessed smoothly. Behind blocks the images are inverted with
+    errors, and few rectangles are found exactly. Images have at most 64 × 64 pixels.
+
+    Cost: It grows with the cube of the number of images of a batch, and with the number of rectangles.
+
+    Studies: published
+
     Args:
         starts: the number of starts, of which the likeliest end is taken, at least 1.
 
     Source: ours, the likelihood of CutMix (Yun et al., ICCV 2019), Equations 1 and 2, over the images of a batch.
+    [@yun2019cutmix; @baek2022cutmix]
     """
 
     name: ClassVar[str] = "cutmix-completion"
     paper: ClassVar[str] = "ours, against CutMix (Yun et al. 2019) in split learning"
+    order: ClassVar[int] = 330
     knows: ClassVar[frozenset[str]] = frozenset({"cutmix"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.KNOWS_DEFENSE,
-            Capability.MIXED_IMAGES,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX - {Capability.EMBEDDED_ROWS} | {Capability.MIXED_IMAGES}
     undefended: ClassVar[str] = "least-squares"
     at_full: ClassVar[Mapping[str, int]] = {"starts": 60}
 
-    starts: int = 15
+    starts: AtLeast1 = 15
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if there is no start."""
-        check_range(self.starts >= 1, f"starts of {self.name}", "at least 1", self.starts)
+    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images before they were mixed."""
@@ -98,17 +102,12 @@ class CutMixCompletion:
         β = float((known - known.roll(1, 0).flip(-1, -2)).abs().mean())  # turned, as there may be one photograph alone
         if not 0 < α < β:
             return Reconstruction(shown)
-        found = origins(shown.double(), σ, α, β, self.starts)
+        found = _origins(shown.double(), σ, α, β, self.starts)
         return Reconstruction(complete(shown, found))
 
 
 def complete(shown: Float[Tensor, "b c h w"], origin: Int[Tensor, "b h w"]) -> Float[Tensor, "b c h w"]:
-    """Return each image from the pixels of which it is the origin, wherever they are shown, and fill the others.
-
-    Args:
-        shown: the mixed images.
-        origin: which image each of their pixels is of.
-    """
+    """Return each image from the pixels of which it is the origin, wherever they are shown, and fill the others."""
     made = []
     for i in range(len(shown)):
         image, own = shown[i].clone(), origin[i] == i
@@ -144,16 +143,8 @@ def fill(image: Float[Tensor, "c h w"], known: Bool[Tensor, "h w"]) -> Float[Ten
     return torch.from_numpy(pixels).mT.reshape(image.shape).to(image)
 
 
-def origins(shown: Float[Tensor, "b c h w"], σ: float, α: float, β: float, starts: int) -> Int[Tensor, "b h w"]:
-    """Return which image of the batch each pixel is likeliest of, as the class says.
-
-    Args:
-        shown: the mixed images.
-        σ: the error of a pixel, above 0.
-        α: the mean absolute difference of adjacent pixels.
-        β: that of unrelated ones, above α.
-        starts: the number of starts.
-    """
+def _origins(shown: Float[Tensor, "b c h w"], σ: float, α: float, β: float, starts: int) -> Int[Tensor, "b h w"]:
+    """Return which image of the batch each pixel is likeliest of, as the class says."""
     b, _, h, w = shown.shape
     if b == 1:
         return torch.zeros(1, h, w, dtype=torch.long, device=shown.device)
@@ -168,10 +159,6 @@ def rectangles(h: int, w: int) -> Int[Tensor, "4 m"]:
 
     A rectangle of the relative side s, 0 < s ≤ 1, covers s·h ± 1 rows and s·w ± 1 columns; where the border cuts it,
     at least half of them, since its centre is in the image.
-
-    Args:
-        h: the number of rows of an image.
-        w: that of its columns.
     """
     down, across = (torch.combinations(torch.arange(n + 1)) for n in (h, w))
     (low_down, high_down), (low_across, high_across) = _sides(down, h), _sides(across, w)

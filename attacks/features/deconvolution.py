@@ -15,10 +15,7 @@ from privlab.attacks.solvers import invert_rows
 from privlab.patches import unpatchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction, Stack
 
-__all__ = ["Deconvolution", "linear_filter"]
-
-MOST_IMAGES = 32
-"""The most public photographs on which the error of what the rows tell is measured."""
+MOST_IMAGES = 32  # the most public photographs on which the error of what the rows tell is measured
 
 SWING = 0.1
 """How far a pixel is from mid-grey when the filter is measured: far enough from 0 and 1 that nothing is clipped."""
@@ -31,16 +28,31 @@ LINEAR = 1e-6
 class Deconvolution:
     """Minimise ‖B x − y‖² / σ² + ‖v‖² over x = μ + Φ S^½ v, with the client's public filter B.
 
-    y is the image that `least-squares` reads from the rows, and σ² the mean square of B x − y for public photographs,
-    to which noise and clipping add. Φ are cosines in the principal colours of public photographs, μ is their mean
-    colour, and S their power, a power law of the frequency for each colour. What B removes altogether comes back as the
-    prior's mean, and what it weakens as far as σ allows. Rows are taken in the order sent.
+    Idea: A filter of images, such as a blur, is a matrix that the attack measures by running the defense on single
+    pixels. The rows give the filtered image. The attack finds the image that is likeliest as a photograph among those
+    that the filter turns into it.
+
+    Steps: invert the rows → measure the filter → undo it under a power law
+
+    Algorithm: y is the image that `least-squares` reads from the rows, and σ² the mean square of B x − y for public
+    photographs, to which noise and clipping add. Φ are cosines in the principal colours of public photographs, μ is
+    their mean colour, and S their power, a power law of the frequency for each colour. What B removes altogether comes
+    back as the prior's mean, and what it weakens as far as σ allows. Rows are taken in the order sent.
+
+    Exact if: the filter keeps every frequency and W has full column rank, but for rounding.
+
+    Fails if: the filter removes frequencies altogether: these stay lost. Images have at most 64 × 64 pixels. It takes
+    rows in the order in which they were sent.
+
+    Studies: published
 
     Source: ours, Wiener's filter behind the embedding of ViT (Dosovitskiy et al. 2021), Equation 1.
+    [@dosovitskiy2021vit]
     """
 
     name: ClassVar[str] = "deconvolution"
     paper: ClassVar[str] = "ours, Wiener's filter against filtered images"
+    order: ClassVar[int] = 320
     knows: ClassVar[frozenset[str]] = frozenset({"blur", "low-pass", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.FILTERED_IMAGES}
     undefended: ClassVar[str] = "least-squares"
@@ -66,9 +78,6 @@ def linear_filter(seen: FeatureObservation) -> Float[Tensor, "p p"]:
 
     The defenses F are run: column p of B is (F(½ + t e_p) − F(½)) / t. B is the identity where that is not F, since it
     is not linear near mid-grey, treats channels unlike, or depends on a draw.
-
-    Args:
-        seen: the observation, whose defenses are public.
     """
     shape, device = seen.model.image_shape, seen.model.mean.device
     given = (Stack(Stack(seen.defense).on_images), shape, seen.model.patch, device)
@@ -82,14 +91,7 @@ def linear_filter(seen: FeatureObservation) -> Float[Tensor, "p p"]:
 def _measured_filter(
     defense: Stack, shape: tuple[int, int, int], patch: int, device: torch.device
 ) -> Float[Tensor, "p p"]:
-    """Return the matrix of `linear_filter`, kept from batch to batch: it depends on no observation.
-
-    Args:
-        defense: the client's defenses of images.
-        shape: c × h × w of an image.
-        patch: the side of a patch, in pixels.
-        device: where the matrix shall be.
-    """
+    """Return the matrix of `linear_filter`, kept from batch to batch: it depends on no observation."""
     c, h, w = shape
     pixels = torch.eye(h * w, dtype=torch.float64, device=device)
 

@@ -1,22 +1,19 @@
 """`least-squares` and `feature-optimisation`: the embedding inverted by an adversary that knows its weights."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.rows import effects, known_tokens, undone, warn_of_moves
+from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers import invert_rows
 from privlab.attacks.solvers.embedding_inverse import PRIORS
-from privlab.base import check_name, check_range
+from privlab.base import AtLeast0, NotNegative, check_options
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction
-
-__all__ = ["FeatureOptimisation", "LeastSquares", "rows_as_sent"]
 
 EMBEDDING = "the embedding of ViT (Dosovitskiy et al. 2021), Equation 1"
 
@@ -25,32 +22,37 @@ EMBEDDING = "the embedding of ViT (Dosovitskiy et al. 2021), Equation 1"
 class LeastSquares:
     """Solve z = W x + β + e for each patch x; the rows are taken in the order in which they were sent.
 
-    This is exact for a square projection (ViT-B/16). A projection with d < k keeps d of k dimensions: `wiener`
-    estimates the others from the statistics of public patches, `ridge` sets them to zero. Noise that a defense adds is
-    part of the estimate.
+    Idea: A row of features is a linear function of its patch. The attack inverts that function, with the rows in the
+    order in which they were sent. What the projection has lost is estimated from the statistics of public patches.
+
+    Steps: subtract e_s and b → Wiener estimate of each patch
+
+    Algorithm: This is exact for a square projection (ViT-B/16). A projection with d < k keeps d of k dimensions:
+    `wiener` estimates the others from the statistics of public patches, `ridge` sets them to zero. Noise that a defense
+    adds is part of the estimate.
+
+    Exact if: W is square and of full rank, and there is no noise.
+
+    Fails if: rows are permuted: it takes them in the order in which they were sent.
+
+    Studies: permutation
 
     Args:
         prior: "wiener" or "ridge", as in `invert_rows`.
+
+    Source: [@dosovitskiy2021vit]
     """
 
     name: ClassVar[str] = "least-squares"
     paper: ClassVar[str] = f"Wiener's estimate for {EMBEDDING}"
+    order: ClassVar[int] = 310
     knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.EMBEDDED_ROWS,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX - {Capability.KNOWS_DEFENSE}
     effort: ClassVar[str] = "quick"
 
-    prior: str = "wiener"
+    prior: Annotated[str, PRIORS] = "wiener"
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if the prior is unknown."""
-        check_name("prior", self.prior, PRIORS)
+    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
@@ -62,35 +64,44 @@ class LeastSquares:
 class FeatureOptimisation:
     """Minimise ‖F₁(x) − z‖² / D + (tv + tv_noise · σ²) TV(x) over images x by Adam; rows are taken in the order sent.
 
-    D is the number of entries in the rows of patches, σ² the variance of the noise if it is known, and TV the mean
-    absolute difference of neighbouring pixels. x = sigmoid(u) keeps pixels in [0, 1]; u starts at the linear inversion
-    under the ridge prior.
+    Idea: The attack guesses an image, and computes the features that the client would send for it. An optimiser changes
+    the guess until both agree, with a penalty on rough images. Rows are taken in the order in which they were sent.
+
+    Steps: guess an image → match the features → smooth by total variation
+
+    Algorithm: D is the number of entries in the rows of patches, σ² the variance of the noise if it is known, and TV
+    the mean absolute difference of neighbouring pixels. x = sigmoid(u) keeps pixels in [0, 1]; u starts at the linear
+    inversion under the ridge prior.
+
+    Exact if: no condition is known: it is a search without a guarantee.
+
+    Fails if: rows are permuted: it takes them in the order in which they were sent.
+
+    Studies: permutation
 
     Args:
         steps: number of steps of Adam.
         learning_rate: step size of Adam for u.
         tv: weight of the total variation.
         tv_noise: factor of σ² that is added to this weight, because the likelihood weighs the misfit by 1 / σ².
+
+    Source: [@mahendran2015understanding]
     """
 
     name: ClassVar[str] = "feature-optimisation"
     paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3"
+    order: ClassVar[int] = 360
+    short: ClassVar[Mapping[str, Any]] = {"steps": 1}
     knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.EMBEDDED_ROWS}
-    )
+    requires: ClassVar[frozenset[Capability]] = LeastSquares.requires - {Capability.AUXILIARY_IMAGES}
     at_full: ClassVar[Mapping[str, int]] = {"steps": 1000}
 
-    steps: int = 300
-    learning_rate: float = 0.1
-    tv: float = 0.01
-    tv_noise: float = 8.0
+    steps: AtLeast0 = 300
+    learning_rate: NotNegative = 0.1
+    tv: NotNegative = 0.01
+    tv_noise: NotNegative = 8.0
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError for a negative step count, rate or weight."""
-        for name in ("steps", "learning_rate", "tv", "tv_noise"):
-            value = getattr(self, name)
-            check_range(0 <= value < math.inf, f"{name} of {self.name}", "at least 0 and finite", value)
+    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
@@ -142,11 +153,7 @@ def _known_noise(seen: FeatureObservation) -> float:
 
 
 def rows_as_sent(seen: FeatureObservation) -> Int[Tensor, "b n"]:
-    """Return the row of each patch slot if no row was moved.
-
-    Args:
-        seen: the observation, of which the shape counts.
-    """
+    """Return the row of each patch slot if no row was moved."""
     b, t, _ = seen.features.shape
     rows = torch.arange(b * t, device=seen.features.device).view(b, t)
     return rows[:, seen.model.vit.num_prefix_tokens :]

@@ -1,6 +1,5 @@
 """`map-inversion`: embedded patches behind noise, by an adversary that knows how strong the noise is."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,22 +9,35 @@ from privlab.attacks.features.feature_inversion import LeastSquares, rows_as_sen
 from privlab.attacks.features.pe_assignment import PEAssignment
 from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers import Smoothness, colour_gradients, conjugate_gradients, invert_rows
-from privlab.base import check_range
+from privlab.base import AtLeast0, AtLeast1, Positive, check_options
 from privlab.threat import Capability, FeatureObservation, Reconstruction
-
-__all__ = ["MapInversion"]
 
 
 @dataclass(frozen=True)
 class MapInversion:
     """Minimise ‖W x + β − z‖² / 2σ² + strength Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p) over the patches x of a whole image.
 
-    σ is the deviation of the noise that the defense adds to the features z, and δ_p are the differences of adjacent
-    pixels, across and down, within patches and between them. Their colour covariance Γ is that of public images. The
-    sum is the negative logarithm of a posterior density: where `least-squares` estimates each patch by itself, this
-    reads all of an image, and keeps its edges. It begins at `least-squares`, and reweights the sum in each round, which
-    solves a linear system by conjugate gradients. Without noise it is `least-squares`. Rows that the defense moves are
-    placed as `pe-assignment` does, if the model has position embeddings.
+    Idea: Noise on features hides weak textures, and not edges. The attack knows how strong the noise is, and that the
+    differences of adjacent pixels of photographs are mostly small and sometimes large. It finds the image that is
+    likeliest under both, all of it at once.
+
+    Steps: estimate each patch → weigh differences by their size → solve for the whole image, repeat
+
+    Algorithm: σ is the deviation of the noise that the defense adds to the features z, and δ_p are the differences of
+    adjacent pixels, across and down, within patches and between them. Their colour covariance Γ is that of public
+    images. The sum is the negative logarithm of a posterior density: where `least-squares` estimates each patch by
+    itself, this reads all of an image, and keeps its edges. It begins at `least-squares`, and reweights the sum in each
+    round, which solves a linear system by conjugate gradients. Without noise it is `least-squares`. Rows that the
+    defense moves are placed as `pe-assignment` does, if the model has position embeddings.
+
+    Exact if: never: noise stays, and weak textures are lost with it. Without noise it is `least-squares`.
+
+    Fails if: the noise is not white, not known, or not on the embedding's rows. Rows that are moved need position
+    embeddings.
+
+    Studies: published
+
+    Example: privlab attack --model cifar_vit --attack map-inversion --defense gaussian-noise --limit 8
 
     Args:
         rounds: how often the sum is reweighted; 0 returns the start.
@@ -33,28 +45,23 @@ class MapInversion:
         strength: weight of the prior.
         epsilon: ε, in standard deviations of δ.
 
-    Source: ours; the prior is that of `mjp-subspace`.
+    Source: ours; the prior is that of `mjp-subspace`. [@dosovitskiy2021vit]
     """
 
     name: ClassVar[str] = "map-inversion"
     paper: ClassVar[str] = "ours: maximum a posteriori under a sparse image prior, against noise on features"
+    order: ClassVar[int] = 340
     knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise", "row-permutation", "batch-shuffle"})
     undefended: ClassVar[str] = "least-squares"
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX
     effort: ClassVar[str] = "quick"
 
-    rounds: int = 8
-    steps: int = 30
-    strength: float = 0.7
-    epsilon: float = 0.1
+    rounds: AtLeast0 = 8
+    steps: AtLeast1 = 30
+    strength: Positive = 0.7
+    epsilon: Positive = 0.1
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError for a number that is out of range."""
-        check_range(self.rounds >= 0, f"rounds of {self.name}", "at least 0", self.rounds)
-        check_range(self.steps >= 1, f"steps of {self.name}", "at least 1", self.steps)
-        for name in ("strength", "epsilon"):
-            value = getattr(self, name)
-            check_range(0 < value < math.inf, f"{name} of {self.name}", "positive and finite", value)
+    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""

@@ -19,19 +19,23 @@ from privlab.attacks.rows import (
     undone,
     warn_of_moves,
 )
-from privlab.base import PrivlabError
+from privlab.base import AtLeast0, AtLeast1, PrivlabError, check_options
 from privlab.reassembly import ROUNDS, assemble
 from privlab.threat import Capability, FeatureObservation, Reconstruction, RowOrder
-
-__all__ = ["RowAlignment"]
 
 
 @dataclass(frozen=True)
 class RowAlignment:
     """Line up the rows of b ≥ 2 images by what each slot adds to all of them, then put the slots in place together.
 
-    The client's position embeddings e_s may be private, or fine-tuned away from the public ones. Still, a row of slot s
-    is z = e_s + W x + β in every image. With the signature u_s of each slot:
+    Idea: The client may keep its position embeddings private, yet it adds the same ones to every image. Over several
+    images the attack lines up the rows that share an embedding, as a clustering does. The slots are then put in place
+    together, by their borders and by what is public of the embeddings.
+
+    Steps: cluster rows by slot → order slots by borders → subtract e_s, invert W
+
+    Algorithm: The client's position embeddings e_s may be private, or fine-tuned away from the public ones. Still, a
+    row of slot s is z = e_s + W x + β in every image. With the signature u_s of each slot:
 
     1. Assign the rows of each image to signatures by Σ_s z_r(s)ᵀ Σ⁻¹ u_s, set u_s to the mean of the rows assigned,
        less μ, and repeat. The first signatures are the public embeddings if they may be used, else the rows of one
@@ -45,29 +49,31 @@ class RowAlignment:
 
     Class and register tokens are the rows that are the same in all images.
 
+    Exact if: no condition is known: it has no guarantee. It improves with the number of images.
+
+    Fails if: there is only one image, or rows do not stay with their image.
+
+    Studies: permutation
+
     Args:
         iterations: the most repetitions of step 1, at least 1.
         rounds: rounds of `privlab.reassembly.solver.assemble`, at least 0.
 
     Source: alignment is k-means under a permutation for each image; the rest is `pe-assignment` and `border-jigsaw`.
+    [@xu2024permutation]
     """
 
     name: ClassVar[str] = "row-alignment"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
+    order: ClassVar[int] = 290
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
     effort: ClassVar[str] = "quick"
 
-    iterations: int = 20
-    rounds: int = ROUNDS
+    iterations: AtLeast1 = 20
+    rounds: AtLeast0 = ROUNDS
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if a number is out of range."""
-        if self.iterations < 1 or self.rounds < 0:
-            raise PrivlabError(
-                "row-alignment needs iterations ≥ 1 and rounds ≥ 0. "
-                f"Found iterations {self.iterations} and rounds {self.rounds}."
-            )
+    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Align the rows, put the slots in place and invert the rows."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from privlab.attacks.solvers import (
     EDGE_WIDTH,
+    ONE_IMAGE,
     Adam,
     FirstBlocks,
-    Kept,
     Smoothness,
     descend,
     expected_excess,
@@ -27,13 +27,11 @@ from privlab.attacks.solvers import (
     warn_of_limits,
     weighted_patches,
 )
-from privlab.base import PrivlabError, check_range
+from privlab.base import AtLeast0, NotNegative, PrivlabError, check_options, gradients_enabled
 from privlab.patches import patchify
-from privlab.release import each_release
+from privlab.release import Update, each_release
 from privlab.threat import Capability, Client, GradientDefense, Observation
 from privlab.victims import hash_of
-
-__all__ = ["AdamUpdate"]
 
 _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
 
@@ -43,22 +41,27 @@ _RATE, _FASTER = 0.1, 2.0
 _SECOND = 0.98
 """The share of squared slopes that the search keeps from step to step: they fall by orders of magnitude in hundreds."""
 
-_EDGES = 0.002
-"""Weight of the edges' energy, a mean over the pixels."""
+_EDGES = 0.002  # weight of the edges' energy, a mean over the pixels
 
 _KNOWN_ENOUGH = 1 / 3
 """The share of ∂ℓ/∂W with known magnitudes from which the embedding's two gradients alone are explained."""
 
-_BOX = 30.0
-"""Weight of the mean squared distance of normalised pixels from those of black and white."""
+_BOX = 30.0  # weight of the mean squared distance of normalised pixels from those of black and white
 
 
 @dataclass(frozen=True)
 class AdamUpdate:
     """Find the patches X that give the gradients of the first blocks the signs and magnitudes that Adam shows.
 
-    A fresh state of Adam moves a weight by η g / (|g| + ε) in its first step. So the update has the sign of each g, and
-    the magnitude of those that ε is no rounding error to (`shown_by_adam`); of the others a lower bound.
+    Idea: Adam divides each entry of the gradient by its own magnitude, so that an update shows its sign. Small entries
+    show their magnitude too, because Adam adds ε to what it divides by. The attack looks for an image, as smooth as
+    photographs are, and for one gradient behind the first blocks, which together give all matrices before it these
+    signs and magnitudes.
+
+    Steps: undo decay, read signs, invert ε → solve Aᵀ X = G, weighed → search image and gradient by signs
+
+    Algorithm: A fresh state of Adam moves a weight by η g / (|g| + ε) in its first step. So the update has the sign of
+    each g, and the magnitude of those that ε is no rounding error to (`shown_by_adam`); of the others a lower bound.
 
     1. X is the least-squares solution of (∂ℓ/∂E_pos)ᵀ X = ∂ℓ/∂W that takes unknown magnitudes for their expected ones.
     2. Where less than a third of ∂ℓ/∂W is known, X and Δ = ∂ℓ/∂z_L are searched for, which give the gradients of all
@@ -74,6 +77,16 @@ class AdamUpdate:
     It has no guarantee where most magnitudes are unknown, which is the usual case at small rates. A state that was
     carried from other rounds is refused where it shows: where a weight moved further than a fresh state can move it.
 
+    Exact if: no condition is known: it has no guarantee. The fewer patches there are, and the more entries have a
+    magnitude that ε shows, the nearer it comes: at high rates and for images with a small gradient.
+
+    Fails if: the optimiser's state is not fresh, a filter was applied, or the decay is inside Adam's division (AdamW's
+    is undone). It refuses a gradient of several images, because its equations then mix the images.
+
+    Cost: 14 s an image of 96 pixels, 24 s of 160 (ViT-Ti, one core).
+
+    Studies: adam, updates
+
     Args:
         steps: steps of the search over the first blocks; 0 leaves out both searches.
         blocks: L, at least 0.
@@ -81,34 +94,25 @@ class AdamUpdate:
         prior: factor of the weight of the edges' energy.
 
     Source: one-bit measurements as in 1-bit compressed sensing (Boufounos and Baraniuk, CISS 2008), here of what a
-        network's first blocks make of two unknown matrices.
+    network's first blocks make of two unknown matrices.
     """
 
     name: ClassVar[str] = "adam-update"
     paper: ClassVar[str] = "ours: patch-gradient on the signs and the small entries that Adam's first step shows"
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.KNOWS_WEIGHTS,
-            Capability.LEARNABLE_PE_GRADIENT,
-            Capability.BATCH_SIZE_ONE,
-            Capability.CLIENT_UPDATE,
-        }
-    )
+    order: ClassVar[int] = 30
+    short: ClassVar[Mapping[str, Any]] = {"steps": 1, "stage_steps": 1}
+    requires: ClassVar[frozenset[Capability]] = ONE_IMAGE | {Capability.KNOWS_WEIGHTS, Capability.CLIENT_UPDATE}
     effort: ClassVar[str] = "standard"
     search: ClassVar[bool] = True
     parameters: ClassVar[tuple[str, ...]] = (_PE, _PROJECTION, "*")
     updates_of: ClassVar[tuple[str, ...]] = ("adam", "adamw")
 
-    steps: int = 400
-    blocks: int = 2
-    stage_steps: int = 200
-    prior: float = 1.0
+    steps: AtLeast0 = 400
+    blocks: AtLeast0 = 2
+    stage_steps: AtLeast0 = 200
+    prior: NotNegative = 1.0
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if an option is out of range."""
-        for name in ("steps", "blocks", "stage_steps"):
-            check_range(getattr(self, name) >= 0, f"{name} of {self.name}", "at least 0", getattr(self, name))
-        check_range(0 <= self.prior < float("inf"), f"prior of {self.name}", "at least 0 and finite", self.prior)
+    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, with the numbers."""
@@ -134,9 +138,7 @@ class AdamUpdate:
         found = [self._patches(seen, client, of) for of in each_release(seen)]
         return seen.model.to_images(torch.stack(found)).to(seen.model.mean)
 
-    def _patches(
-        self, seen: Observation, client: Client, update: Mapping[str, Float[Tensor, "..."]]
-    ) -> Float[Tensor, "n k"]:
+    def _patches(self, seen: Observation, client: Client, update: Update) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image."""
         first = FirstBlocks.of(seen.model, self.blocks, update)
         shown = shown_by_round(seen.model, client, {name: update[name] for name in first.names}, first.matrix)
@@ -156,7 +158,7 @@ class AdamUpdate:
             repr(seen.photographs),
             repr(self),
         )
-        best, _ = descend(Adam(_RATE, second=_SECOND), search.start(X)[None], search, self.steps, kept=Kept.under(own))
+        best, _ = descend(Adam(_RATE, second=_SECOND), search.start(X)[None], search, self.steps, own)
         return search.parts(best[0])[0]
 
 
@@ -209,7 +211,7 @@ class _Search:
         """Return the objective and its gradient at points."""
         values, slopes = [], []
         for each in points:
-            with torch.enable_grad():
+            with gradients_enabled():
                 point = each.detach().requires_grad_()
                 X, delta = self.parts(point)
                 made = self.first.gradients(X, delta, create_graph=True)

@@ -1,6 +1,5 @@
 """`april`: the closed form of APRIL, from the gradients of the attention weights."""
 
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -8,40 +7,50 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solvers import RTOL, ridge_inverse, warn_of_limits
-from privlab.base import PrivlabWarning
+from privlab.attacks.solvers import ONE_IMAGE, RTOL, ridge_inverse, warn_of_limits
+from privlab.base import warn
 from privlab.threat import Capability, Observation
-
-__all__ = ["April"]
 
 
 @dataclass(frozen=True)
 class April:
     """Recover the tokens z from the first attention layer, then the patches by the inverse of the projection.
 
-    If attention acts on z itself, (∂ℓ/∂z)ᵀ z = W_Qᵀ ∂ℓ/∂W_Q + W_Kᵀ ∂ℓ/∂W_K + W_Vᵀ ∂ℓ/∂W_V, and ∂ℓ/∂z =
-    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). Exact if N + 1 ≤ D and the patches have no more values than z,
-    K ≤ D; otherwise W⁺ loses K − D dimensions. The identity does not hold on a block with pre-norm or skip.
+    Idea: In a first block without pre-norm and skip, attention reads the tokens themselves. The gradients of its three
+    matrices and of the position embeddings then give every token by a linear system. The inverse of the patch
+    projection turns tokens into patches, and loses what the projection had lost.
+
+    Steps: solve Eq. 8 for the tokens z → subtract E_pos and b → invert the projection W
+
+    Algorithm: If attention acts on z itself, (∂ℓ/∂z)ᵀ z = W_Qᵀ ∂ℓ/∂W_Q + W_Kᵀ ∂ℓ/∂W_K + W_Vᵀ ∂ℓ/∂W_V, and ∂ℓ/∂z =
+    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). Exact if N + 1 ≤ D and the patches have no more values than z, K ≤ D;
+    otherwise W⁺ loses K − D dimensions. The identity does not hold on a block with pre-norm or skip.
 
     Under MJP the attack runs as the paper runs it: without knowledge of the defense.
+
+    Exact if: N + 1 ≤ D and K ≤ D, on a first block without pre-norm and skip.
+
+    Fails if: the block is a stock one, or the client uses MJP, which it does not know. It refuses a gradient of several
+    images, because its equations then mix the images.
+
+    Cost: 4.7 ms an image given the gradient (DeiT-S, 224 pixels, two cores).
+
+    Studies: table5, mjp
 
     Args:
         rtol: the ridge λ of `ridge_inverse`, relative to the norm of the matrix.
 
-    Source: APRIL (Lu et al., CVPR 2022); MJP (CVPR 2023), appendix G, Eq. 8 and 9.
+    Source: APRIL (Lu et al., CVPR 2022); MJP (CVPR 2023), appendix G, Eq. 8 and 9. [@lu2022april; @ren2023mjp]
     """
 
     name: ClassVar[str] = "april"
     paper: ClassVar[str] = "APRIL (Lu et al. 2022); MJP (2023), Eq. 8 and 9"
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.KNOWS_WEIGHTS,
-            Capability.LEARNABLE_PE_GRADIENT,
-            Capability.PE_OF_EVERY_TOKEN,
-            Capability.APRIL_BLOCK,
-            Capability.BATCH_SIZE_ONE,
-        }
-    )
+    order: ClassVar[int] = 40
+    requires: ClassVar[frozenset[Capability]] = ONE_IMAGE | {
+        Capability.KNOWS_WEIGHTS,
+        Capability.PE_OF_EVERY_TOKEN,
+        Capability.APRIL_BLOCK,
+    }
     effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "blocks.0.attn.qkv.weight")
 
@@ -57,11 +66,10 @@ class April:
         """Reconstruct the images that the clients fed."""
         vit, proj = seen.model.vit, seen.model.vit.patch_embed.proj
         if proj.weight[0].numel() > vit.embed_dim:
-            warnings.warn(
+            warn(
                 f"april: patches of {proj.weight[0].numel()} values are projected to width {vit.embed_dim}; what the "
                 "projection drops does not come back, however well the tokens do.",
-                PrivlabWarning,
-                stacklevel=2,
+                2,
             )
         dz = seen.gradients["pos_embed"].squeeze(1)  # b × (N + 1) × D
         warn_of_limits(self.name, dz, most=dz.shape[2])
@@ -69,8 +77,7 @@ class April:
         dW_qkv = seen.gradients["blocks.0.attn.qkv.weight"].double()
         z = ridge_inverse(dz.mT, self.rtol) @ W_qkv.mT @ dW_qkv  # Eq. 8: (∂ℓ/∂z)ᵀ z = W_QKVᵀ ∂ℓ/∂W_QKV
         bias = 0 if proj.bias is None else proj.bias
-        height, width = seen.model.grid
-        embedded = (z - (vit.get_parameter("pos_embed") + bias))[:, -height * width :]
+        embedded = (z - (vit.get_parameter("pos_embed") + bias))[:, -vit.patch_embed.num_patches :]
         # The solves are in float64; the last product is in the released precision, and loses nothing more.
         X = embedded.to(dz.dtype) @ _projection_inverse(proj.weight, proj.weight._version, self.rtol).mT  # Eq. 9
         return seen.model.to_images(X)

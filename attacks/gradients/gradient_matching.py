@@ -1,10 +1,9 @@
 """`gradient-matching`: the images whose gradient is the released one, by descent from the result of a closed form."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +18,6 @@ from privlab.attacks.solvers import (
     EDGE_WIDTH,
     OPTIMISERS,
     Evaluate,
-    Kept,
     Likelihood,
     Smoothness,
     descend,
@@ -30,13 +28,21 @@ from privlab.attacks.solvers import (
     slot_gradients,
     twice_derivable,
 )
-from privlab.base import PrivlabError, PrivlabWarning, check_name, draw_for
+from privlab.base import (
+    AtLeast0,
+    AtLeast1,
+    NotNegative,
+    Positive,
+    PrivlabError,
+    check_options,
+    draw_for,
+    gradients_enabled,
+    warn,
+)
 from privlab.patches import patchify, unpatchify
 from privlab.release import released_gradients, released_parameters, told_labels
 from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Reconstruction, check_capabilities
 from privlab.victims import VictimModel, hash_of
-
-__all__ = ["GradientMatching", "Match", "mismatch", "search_identity"]
 
 HEAD_BIAS = "head.bias"
 """The parameter whose gradient reveals the labels."""
@@ -48,23 +54,39 @@ STARTS: dict[str, type[Attack]] = {
 }
 """What a search may start from, the best last; all but the first take a defended gradient for an exact one."""
 
+START_NAMES = ("auto", "grey", "noise", *STARTS)
+
 _RESTART_STD = 0.1
 """Standard deviation, in normalised pixels, of the noise by which restarts differ from their common start."""
 
-_MOST_ENTRIES = 2**26
-"""The most entries of gradients that are held in memory at once."""
+_MOST_ENTRIES = 2**26  # the most entries of gradients that are held in memory at once
 
 
 @dataclass(frozen=True)
 class GradientMatching:
     """Minimise the distance between the gradient of candidate images and the released one, plus their total variation.
 
-    Candidates start from the reconstruction of a closed form. If that says X = known + C Y, as under MJP (`subspace`),
-    the search is for C alone, and what is known stays exact. Slots whose position embedding has no gradient are fed
-    with E_unk, as MJP feeds them: their patches come back in any order. Entries that a defense on gradients left out
-    (zeros) are not compared. Labels are read from the gradient of the head's bias.
+    Idea: The attack guesses an image, and computes the gradient that a client with that image would release. An
+    optimiser changes the guess until both gradients agree. It starts from the best closed form that the threat model
+    grants, and keeps what that knows exactly.
+
+    Steps: start from a closed form → match the gradients → search for the unknown part
+
+    Algorithm: Candidates start from the reconstruction of a closed form. If that says X = known + C Y, as under MJP
+    (`subspace`), the search is for C alone, and what is known stays exact. Slots whose position embedding has no
+    gradient are fed with E_unk, as MJP feeds them: their patches come back in any order. Entries that a defense on
+    gradients left out (zeros) are not compared. Labels are read from the gradient of the head's bias.
 
     A search that was interrupted is resumed when the same observation meets the same options again.
+
+    Exact if: no condition is known: it is a search without a guarantee. Under MJP what is known exactly stays exact.
+
+    Fails if: the search does not improve on its start: on three photographs 200 steps did not improve on
+    `mjp-subspace`.
+
+    Cost: 289 s an image for 200 steps (ViT-Ti, 160 pixels, two busy cores).
+
+    Studies: mjp
 
     Args:
         objective: "cosine", 1 − cos(∇ℓ(x), G) over all released gradients, "l2", ½ ‖∇ℓ(x) − G‖² / ‖G‖², or
@@ -80,10 +102,13 @@ class GradientMatching:
         seed: seed of the noise.
 
     Source: DLG (Zhu et al. 2019): l2, L-BFGS; Inverting Gradients (Geiping et al. 2020): cosine, total variation, Adam.
+    [@zhu2019dlg; @geiping2020inverting]
     """
 
     name: ClassVar[str] = "gradient-matching"
     paper: ClassVar[str] = "DLG (Zhu et al. 2019), Inverting Gradients (Geiping et al. 2020); closed-form starts: ours"
+    order: ClassVar[int] = 200
+    short: ClassVar[Mapping[str, Any]] = {"steps": 1, "restarts": 1, "start": "patch-gradient"}
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.CLASS_LABELS})
     knows: ClassVar[frozenset[str]] = frozenset({"mjp", "gradient-pruning"})
     parameters: ClassVar[tuple[str, ...]] = ("*",)
@@ -91,28 +116,16 @@ class GradientMatching:
     at_full: ClassVar[Mapping[str, int]] = {"restarts": 4}
     search: ClassVar[bool] = True
 
-    objective: str = "cosine"
-    optimiser: str = "lbfgs"
-    steps: int = 300
-    lr: float = 0.05
-    tv: float = 0.0
-    restarts: int = 1
-    start: str = "auto"
+    objective: Annotated[str, OBJECTIVES] = "cosine"
+    optimiser: Annotated[str, OPTIMISERS] = "lbfgs"
+    steps: AtLeast0 = 300
+    lr: Positive = 0.05
+    tv: NotNegative = 0.0
+    restarts: AtLeast1 = 1
+    start: Annotated[str, START_NAMES] = "auto"
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError for an unknown name, or a number that is out of range."""
-        for kind, name, choices in (
-            ("objective", self.objective, OBJECTIVES),
-            ("optimiser", self.optimiser, OPTIMISERS),
-            ("start", self.start, ("auto", "grey", "noise", *STARTS)),
-        ):
-            check_name(f"{kind} of {self.name}", name, choices)
-        if self.steps < 0 or self.restarts < 1 or not self.lr > 0 or not 0 <= self.tv < float("inf"):
-            raise PrivlabError(
-                f"{self.name} takes steps ≥ 0, restarts ≥ 1, lr > 0 and tv ≥ 0. "
-                f"Found {self.steps}, {self.restarts}, {self.lr:g} and {self.tv:g}."
-            )
+    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the images that the clients fed.
@@ -127,9 +140,7 @@ class GradientMatching:
         match = self._match(seen)
         points = torch.cat([self._points(match, seen, number) for number in range(self.restarts)])
         optimiser = OPTIMISERS[self.optimiser](self.lr)
-        best, least = descend(
-            optimiser, points, self._objective(match), self.steps, kept=Kept.under(search_identity(seen, self))
-        )
+        best, least = descend(optimiser, points, self._objective(match), self.steps, search_identity(seen, self))
         winner = least.unflatten(0, (self.restarts, -1)).argmin(0)
         rows = torch.arange(len(winner), device=winner.device)
         chosen = best.unflatten(0, (self.restarts, -1))[winner, rows]
@@ -255,7 +266,7 @@ class Match:
 
     def patches(self, points: Float[Tensor, "s q"], release: Int[Tensor, " s"]) -> Float[Tensor, "s B n k"]:
         """Return the normalised patches of points of these releases."""
-        n = self.model.grid[0] * self.model.grid[1]
+        n = self.model.vit.patch_embed.num_patches
         if self.span is None:
             return points.view(len(points), self.B, n, -1)
         known, Y = self.span
@@ -270,7 +281,7 @@ class Match:
         for some, of_some in zip(
             *(each.split(max(1, _MOST_ENTRIES // size)) for each in (points, numbers)), strict=True
         ):
-            with torch.enable_grad():
+            with gradients_enabled():
                 x = some.detach().requires_grad_()
                 value = self._value(x, of_some % len(self.norm))
                 (slope,) = torch.autograd.grad(value.sum(), x)
@@ -326,12 +337,7 @@ def mismatch(
 
 
 def search_identity(seen: Observation, attack: Attack) -> tuple[str, ...]:
-    """Return everything that the result of a search depends on.
-
-    Args:
-        seen: the observation.
-        attack: the attack with its options, as its `repr` shows them.
-    """
+    """Return everything that the result of a search depends on."""
     victim = hash_of(seen.model.state_dict() | {"mean": seen.model.mean, "std": seen.model.std})
     public = (repr(seen.defense), str(seen.images_per_release), repr(seen.photographs), repr(seen.client))
     return victim, hash_of(dict(seen.gradients)), *public, repr(attack)
@@ -359,11 +365,10 @@ def _masked_slots(seen: Observation) -> Bool[Tensor, "rB n"] | None:
         if masked.any():
             return masked.repeat_interleave(B, 0)
     elif "unk_embed" in seen.gradients and seen.gradients["unk_embed"].any():
-        warnings.warn(
+        warn(
             "gradient-matching: E_unk is at work, and the gradient does not tell in which slots. The search takes "
             "every slot to keep its position embedding: a low score here is no evidence of privacy.",
-            PrivlabWarning,
-            stacklevel=4,
+            4,
         )
     return None
 

@@ -1,20 +1,18 @@
 """`head-inversion`: images that have the features which the head read, as the head's own gradient tells them."""
 
 import math
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from privlab.attacks.solvers import total_variation
-from privlab.base import PrivlabError, PrivlabWarning, check_range
-from privlab.release import as_gradients, told_images, undecayed
+from privlab.base import AtLeast0, NotNegative, PrivlabError, check_options, gradients_enabled, warn
+from privlab.release import as_gradients, each_release, told_images, undecayed
 from privlab.threat import Capability, Observation
-
-__all__ = ["HeadInversion"]
 
 _WEIGHT, _BIAS = "head.weight", "head.bias"
 
@@ -23,8 +21,16 @@ _WEIGHT, _BIAS = "head.weight", "head.bias"
 class HeadInversion:
     """Read the features f of each image from the head, and search for images x that have them.
 
+    Idea: The gradient of the classifier is an outer product, so it gives away the label of an image and the features
+    that the classifier read. The attack reads both, and searches for an image with these features. The features are
+    exact, and the image is a guess, since many images share them.
+
+    Steps: features f = Gᵀ h / ‖h‖² → search an image that has them → smooth by total variation
+
+    Algorithm:
+
     1. Of one image ∂ℓ/∂W = h fᵀ and ∂ℓ/∂b = h, so f = (∂ℓ/∂W)ᵀ h / ‖h‖² is exact. So it is for any number of steps of
-       SGD where the head alone trains, because f stays the same. Several images of one step are told apart by
+       SGD where the head alone trains, because f stays the same. Several images of one step are separated by
        `privlab.release.told_images`.
     2. ‖f(x) − f‖² / ‖f‖² + tv · TV(x) is minimised from grey by Adam, whose steps shrink to zero along half a cosine;
        TV is the mean absolute difference of neighbouring pixels, and x = sigmoid(u) keeps pixels in [0, 1].
@@ -32,16 +38,30 @@ class HeadInversion:
     f has D numbers, and an image has many more. So the search has no guarantee, and its failure says nothing of f: who
     has photographs can ask which of them has it. An image whose f is not found is grey.
 
+    Exact if: the gradient is that of one image, after one step or where the head alone trains, or of a batch whose
+    images the head's gradient separates: the features that the head read are then exact. The search for an image has no
+    guarantee.
+
+    Fails if: the image itself is wanted: many images have these features, and the one that it finds is no nearer to the
+    photograph than one colour.
+
+    Cost: 11 s an image (ViT-Ti, 160 pixels, 300 steps, one core).
+
+    Studies: updates
+
     Args:
         steps: number of steps of Adam.
         learning_rate: the first step size of Adam, for u.
         tv: weight of the total variation.
 
     Source: Phong et al. (2018) for f; Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3, for the search.
+    [@mahendran2015understanding; @phong2017revisited]
     """
 
     name: ClassVar[str] = "head-inversion"
     paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), of the features that the head's gradient gives away"
+    order: ClassVar[int] = 210
+    short: ClassVar[Mapping[str, Any]] = {"steps": 1}
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.CLASS_LABELS})
     parameters: ClassVar[tuple[str, ...]] = (_WEIGHT, _BIAS)
     effort: ClassVar[str] = "full"
@@ -49,15 +69,11 @@ class HeadInversion:
     search: ClassVar[bool] = True
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    steps: int = 300
-    learning_rate: float = 0.1
-    tv: float = 10.0
+    steps: AtLeast0 = 300
+    learning_rate: NotNegative = 0.1
+    tv: NotNegative = 10.0
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError for a negative step count, rate or weight."""
-        for name in ("steps", "learning_rate", "tv"):
-            value = getattr(self, name)
-            check_range(0 <= value < math.inf, f"{name} of {self.name}", "at least 0 and finite", value)
+    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed.
@@ -70,18 +86,17 @@ class HeadInversion:
         """
         f, known = self._features(seen)
         if not bool(known.all()):
-            warnings.warn(
+            warn(
                 f"{self.name}: the head's gradient tells {int(known.sum())} of {len(known)} images apart. The others "
                 "stay grey, which is no evidence of privacy.",
-                PrivlabWarning,
-                stacklevel=2,
+                2,
             )
         model, size = seen.model, f.square().sum(1)
         u = model.mean.new_zeros(len(f), *model.image_shape)
         adam = torch.optim.Adam([u], lr=self.learning_rate)
         for step in range(self.steps):
             adam.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * step / self.steps)) / 2
-            with torch.enable_grad():
+            with gradients_enabled():
                 point = u.detach().requires_grad_()
                 x = point.sigmoid()
                 off = (model.features(x) - f).square().sum(1) / size
@@ -92,22 +107,31 @@ class HeadInversion:
 
     def _features(self, seen: Observation) -> tuple[Float[Tensor, "b d"], Bool[Tensor, " b"]]:
         """Return the features of each image, and which of them are found; the others have ones."""
-        head, B, client = seen.model.vit.head, seen.images_per_release, seen.client
+        head, B = seen.model.vit.head, seen.images_per_release
         if not isinstance(head, nn.Linear):
             raise PrivlabError(f"{self.name} needs a head that is one linear layer. Found {type(head).__name__}.")
-        if client is not None and client.gradient_factor is not None:
-            seen = as_gradients(seen)
-        elif client is not None and B > 1:
+        f = torch.ones(len(seen.gradients[_BIAS]) * B, head.in_features).to(head.weight)
+        known = torch.zeros_like(f[:, 0], dtype=torch.bool)
+        for i, own in enumerate(self._sums(seen)):
+            found = self._separated(head, own, B)
+            rows = slice(i * B, i * B + len(found))
+            f[rows], known[rows] = found.to(f), True
+        return f, known
+
+    def _sums(self, seen: Observation) -> list[dict[str, Tensor]]:
+        """Return Σ_i r_i f_iᵀ and Σ_i r_i of each release, but for a factor."""
+        client, B = seen.client, seen.images_per_release
+        if client is None:
+            return each_release(seen)
+        if client.gradient_factor is not None:
+            return each_release(as_gradients(seen))
+        if B > 1:
             raise PrivlabError(
                 f"{self.name} reads several images from the update of one whole step. Found {B} images and "
                 f"client.steps={client.total_steps}. That it does not apply is no evidence of privacy."
             )
-        f = torch.ones(len(seen.gradients[_BIAS]), B, head.in_features, dtype=head.weight.dtype).to(head.weight.device)
-        known = torch.zeros_like(f[..., 0], dtype=torch.bool)
-        for i in range(len(f)):
-            own = {name: seen.gradients[name][i] for name in (_WEIGHT, _BIAS)}
-            if client is not None and client.gradient_factor is None:
-                own = undecayed(seen.model, own, client)
-            found = told_images(head, own, B).f
-            f[i, : len(found)], known[i, : len(found)] = found.to(f), True
-        return f.flatten(0, 1), known.flatten()
+        return [undecayed(seen.model, own, client) for own in each_release(seen)]
+
+    def _separated(self, head: nn.Linear, own: Mapping[str, Tensor], count: int) -> Float[Tensor, "k d"]:
+        """Return the features of the images that can be separated from one release."""
+        return told_images(head, own, count).f

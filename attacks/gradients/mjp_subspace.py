@@ -1,13 +1,15 @@
 """`mjp-subspace`: what MJP's masked gradients determine, and the rest by an image prior."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers import (
+    ONE_IMAGE,
     RTOL,
     Smoothness,
     hides_places,
@@ -21,11 +23,9 @@ from privlab.attacks.solvers import (
     zero_rows,
 )
 from privlab.attacks.solvers.prior import PRIORS
-from privlab.base import PrivlabError, check_name
+from privlab.base import AtLeast0, AtLeast1, check_options
 from privlab.release import undecayed
 from privlab.threat import Capability, Observation
-
-__all__ = ["MjpSubspace", "Subspace", "subspace", "without_moved"]
 
 _PROJECTION = "patch_embed.proj.weight"
 
@@ -99,13 +99,31 @@ def _of_update(seen: Observation) -> tuple[Float[Tensor, "b n d"], Float[Tensor,
 class MjpSubspace:
     """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; a prior completes that.
 
-    The unknown coefficients C of X_U = X_known + C Y are those of the likeliest image under a prior learned from public
-    photographs (`photograph_windows`), by iteratively reweighted least squares and conjugate gradients. The masked
-    slots then take the smoothest patches within Y: each masked patch of the undefended image lies in Y. Without a mask
-    this is `patch-gradient`.
+    Idea: MJP hides the gradients of the masked slots, so their patches have no equation of their own. The rest of the
+    gradient still gives the span in which the masked patches lie, and every other patch but for its part in that span.
+    A prior learned from public photographs completes that part.
+
+    Steps: span Y of the masked patches → solve the others outside Y → complete by an image prior
+
+    Algorithm: The unknown coefficients C of X_U = X_known + C Y are those of the likeliest image under a prior learned
+    from public photographs (`photograph_windows`), by iteratively reweighted least squares and conjugate gradients. The
+    masked slots then take the smoothest patches within Y: each masked patch of the undefended image lies in Y. Without
+    a mask this is `patch-gradient`.
 
     Of an update of several steps of SGD on one image, each with a mask of its own, the slots count as masked whose
     patches were moved while the loss was large (`without_moved`).
+
+    Exact if: N < D: the unmasked patches are then exact except for their part in the span of the masked ones.
+
+    Fails if: the masked patches matter: an image prior completes the open part of the others, and the masked patches
+    become the smoothest ones in their span. In an update of several steps, each with its own mask, patches that moved
+    while the loss was large count as masked.
+
+    Cost: 0.6 s of processor time an image at 160 pixels (ViT-Ti), 1.3 s at 224 pixels (DeiT-S).
+
+    Studies: mjp, updates
+
+    Example: privlab attack --model cifar_vit_mjp27 --attack mjp-subspace --setting c
 
     Args:
         prior: one of `PRIORS`.
@@ -114,26 +132,25 @@ class MjpSubspace:
         rtol: the ridge of `ridge_inverse`.
 
     Source: the subspace identity is ours, at ∂ℓ/∂W = Σ_n g_n x_nᵀ; the masked gradient is that of MJP, Eq. 4.
+    [@ren2023mjp]
     """
 
     name: ClassVar[str] = "mjp-subspace"
     paper: ClassVar[str] = "ours, against MJP (Ren et al. 2023), Eq. 4"
+    order: ClassVar[int] = 70
+    short: ClassVar[Mapping[str, Any]] = {"rounds": 1, "steps": 1}
     knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    requires: ClassVar[frozenset[Capability]] = ONE_IMAGE
     effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", _PROJECTION)
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    prior: str = "cauchy"
-    rounds: int = 12
-    steps: int = 10
+    prior: Annotated[str, PRIORS] = "cauchy"
+    rounds: AtLeast0 = 12
+    steps: AtLeast1 = 10
     rtol: float = RTOL
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if a number is out of range."""
-        check_name("prior", self.prior, PRIORS)
-        if self.rounds < 0 or self.steps < 1:
-            raise PrivlabError(f"mjp-subspace takes rounds ≥ 0 and steps ≥ 1. Found {self.rounds} and {self.steps}.")
+    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold."""

@@ -19,28 +19,39 @@ from privlab.attacks.solvers import (
     too_many,
     warn_of_limits,
 )
-from privlab.base import PrivlabError
+from privlab.base import AtLeast0, AtLeast1, Positive, check_options
 from privlab.threat import Capability, GradientDefense, Observation
-from privlab.victims import VictimModel
-
-__all__ = ["PatchGradientAdaptive"]
 
 
 @dataclass(frozen=True)
 class PatchGradientAdaptive:
     """Find the smooth X that explains ∂ℓ/∂W = Aᵀ X best, where both A = ∂ℓ/∂E_pos and ∂ℓ/∂W have errors of known size.
 
-    An error in A is multiplied by the patches: R = G̃ − Ãᵀ X has rows of covariance Var E₂ · (I + ρ Xᵀ X), which is
-    far more than the error of G̃ alone, and lies within the span of the patches. So R is whitened by it: minimise
-    ½ tr R (I + ρ Xᵀ X)⁻¹ Rᵀ / Var E₂ + ½ D log det(I + ρ X Xᵀ) + Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), total least squares with
-    the prior of `mjp-subspace`, by Gauss-Newton steps. Between them, missing entries (pruned, or rounded to zero) are
-    computed from A and X, within their known bounds. Without a defense on gradients this is `patch-gradient`.
+    Idea: Noise, pruning or rounding puts errors on both sides of the linear system of `patch-gradient`. The attack
+    knows how large these errors are, and weighs every equation by them. It then looks for the smooth image that
+    explains the released gradient best.
+
+    Steps: weigh equations by their errors → fill in missing entries → smoothest X that explains G
+
+    Algorithm: An error in A is multiplied by the patches: R = G̃ − Ãᵀ X has rows of covariance Var E₂ · (I + ρ Xᵀ X),
+    which is far more than the error of G̃ alone, and lies within the span of the patches. So R is whitened by it:
+    minimise ½ tr R (I + ρ Xᵀ X)⁻¹ Rᵀ / Var E₂ + ½ D log det(I + ρ X Xᵀ) + Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), total least squares
+    with the prior of `mjp-subspace`, by Gauss-Newton steps. Between them, missing entries (pruned, or rounded to zero)
+    are computed from A and X, within their known bounds. Without a defense on gradients this is `patch-gradient`.
 
     Under MJP with noise, the slots whose row is nothing but noise are taken for the masked ones; the rest is
     `mjp-subspace`.
 
     `gradient-sign` leaves neither the scale of A's rows nor that of the image, and little is recovered (14.3 dB,
     experiments/notes/gradients.md).
+
+    Exact if: `patch-gradient` would be, and under MJP `mjp-subspace`, in the limit where the errors of the released
+    gradient go to zero.
+
+    Fails if: what the defense leaves of the two gradients of the embedding does not suffice: it reads no others, so
+    that its failure says nothing about attacks by all layers.
+
+    Studies: gradients
 
     Args:
         rounds: Gauss-Newton steps.
@@ -50,6 +61,7 @@ class PatchGradientAdaptive:
 
     name: ClassVar[str] = "patch-gradient-adaptive"
     paper: ClassVar[str] = "ours: total least squares with an image prior, against gradient defenses"
+    order: ClassVar[int] = 60
     knows: ClassVar[frozenset[str]] = frozenset(
         {
             *("mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"),
@@ -65,17 +77,11 @@ class PatchGradientAdaptive:
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    rounds: int = 6
-    steps: int = 30
-    epsilon: float = 0.1
+    rounds: AtLeast0 = 6
+    steps: AtLeast1 = 30
+    epsilon: Positive = 0.1
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if a number is out of range."""
-        if self.rounds < 0 or self.steps < 1 or not self.epsilon > 0:
-            raise PrivlabError(
-                "patch-gradient-adaptive takes rounds ≥ 0, steps ≥ 1 and epsilon > 0. "
-                f"Found {self.rounds}, {self.steps} and {self.epsilon:g}."
-            )
+    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold, or the decay that it does not undo."""
@@ -93,19 +99,14 @@ class PatchGradientAdaptive:
             return model.to_images(MjpSubspace().complete(found, seen))
         X = ridge_inverse(release.A.mT) @ release.G
         if any(isinstance(part, GradientDefense) for part in seen.defense):
-            X = _in_range(model, X)
+            channel = X.shape[2] // model.image_shape[0]
+            ends = (((end - model.mean) / model.std).double().flatten() for end in (0.0, 1.0))
+            X = X.clamp(*(end.repeat_interleave(channel) for end in ends))
             prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs).double())
             for _ in range(self.rounds):
                 X = _improve(X, release, prior, self.epsilon, self.steps)
                 release = release.complete(X)
         return model.to_images(X)
-
-
-def _in_range(model: VictimModel, X: Float[Tensor, "b n k"]) -> Float[Tensor, "b n k"]:
-    """Return normalised patches whose pixels are within [0, 1]."""
-    channel = X.shape[2] // model.image_shape[0]
-    low, high = (((end - model.mean) / model.std).double().flatten().repeat_interleave(channel) for end in (0.0, 1.0))
-    return X.clamp(low, high)
 
 
 def _improve(

@@ -1,6 +1,7 @@
 from .placement import WHITE_BOX as WHITE_BOX
 from .placement import effects as effects
 from .placement import known_tokens as known_tokens
+from .placement import least_cost as least_cost
 from .placement import patch_law as patch_law
 from .placement import place_rows as place_rows
 from .placement import row_costs as row_costs

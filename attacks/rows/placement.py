@@ -1,27 +1,14 @@
 """What the attacks on released features share: which row belongs in which slot."""
 
-import warnings
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, linear_sum_assignment
+from privlab.base import PrivlabError, linear_sum_assignment, warn
 from privlab.patches import restore_features
 from privlab.release import effects_of
 from privlab.threat import Capability, Effects, FeatureObservation, RowOrder
 from privlab.victims import VictimModel
-
-__all__ = [
-    "WHITE_BOX",
-    "effects",
-    "known_tokens",
-    "patch_law",
-    "place_rows",
-    "row_costs",
-    "undone",
-    "warn_of_moves",
-]
 
 WHITE_BOX = frozenset(
     {
@@ -34,14 +21,12 @@ WHITE_BOX = frozenset(
 )
 """What an attack needs that undoes a defense on embedded rows by the public weights and images of its own."""
 
-MOST_IMAGES = 16
-"""The most images from which the law of patches is estimated; three images place rows as well."""
+MOST_IMAGES = 16  # the most images from which the law of patches is estimated; three images place rows as well
 
 LEAST_VARIANCE = 1e-9
 """Mean variance of a feature below which public images are taken to be of one grey, and so uninformative."""
 
-RIDGE = 1e-3
-"""Is added to every variance, relative to their mean: public photographs may be fewer than the width."""
+RIDGE = 1e-3  # is added to every variance, relative to their mean: public photographs may be fewer than the width
 
 
 def effects(seen: FeatureObservation) -> Effects:
@@ -63,11 +48,10 @@ def warn_of_moves(attack: str, seen: FeatureObservation, *, rows: bool = False) 
     done = effects(seen)
     moved = [name for name, moves in (("rows", not rows and done.rows != "kept"), ("columns", done.columns)) if moves]
     if moved:
-        warnings.warn(
+        warn(
             f"{attack} takes the {' and '.join(moved)} of what is sent for unmoved, and the defense moves them: "
             "a low score here is no evidence of privacy.",
-            PrivlabWarning,
-            stacklevel=3,
+            3,
         )
 
 
@@ -172,5 +156,11 @@ def _assign(costs: Float[Tensor, "g r s"]) -> Int[Tensor, "g s"]:
     """Return the row of each slot. If all slots have different cheapest rows, these are the best assignment."""
     rows = costs.argmin(1).cpu()
     for i in (rows.sort(1).values.diff(dim=1) == 0).any(1).nonzero().flatten().tolist():
-        rows[i] = torch.from_numpy(linear_sum_assignment(costs[i].T.cpu().numpy())[1])
+        rows[i] = least_cost(costs[i].T)[1]
     return rows
+
+
+def least_cost(costs: Real[Tensor, "m n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
+    """Return the rows and the columns of the assignment of least cost, on the device of the costs."""
+    rows, columns = (torch.from_numpy(each).to(costs.device) for each in linear_sum_assignment(costs.cpu().numpy()))
+    return rows, columns

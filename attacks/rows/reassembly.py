@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, row_costs, undone
+from privlab.attacks.rows.placement import effects, known_tokens, least_cost, patch_law, place_rows, row_costs, undone
 from privlab.attacks.solvers import invert_rows
 from privlab.base import PrivlabError, linear_sum_assignment
 from privlab.patches import patchify
@@ -14,13 +14,8 @@ from privlab.reassembly.border_costs import border_costs
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 from privlab.victims import VictimModel
 
-__all__ = ["by_borders", "by_embeddings", "invert", "pixels", "place", "reassemble", "summed_costs"]
-
-ERROR_IMAGES = 8
-"""Number of public images on which the error of the linear inversion is measured."""
-
-MOST_SWEEPS = 20
-"""The most sweeps over the grid when patches are grouped."""
+ERROR_IMAGES = 8  # number of public images on which the error of the linear inversion is measured
+MOST_SWEEPS = 20  # the most sweeps over the grid when patches are grouped
 
 
 def reassemble(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Reconstruction:
@@ -178,7 +173,7 @@ def _groups(
             break
     groups = torch.from_numpy(held.T).to(came.device)
     votes = torch.nn.functional.one_hot(came.gather(0, groups), b).sum(1)
-    return groups[torch.from_numpy(linear_sum_assignment(votes.T.cpu().numpy(), maximize=True)[1])]
+    return groups[least_cost(-votes.T)[1]]
 
 
 def _links(

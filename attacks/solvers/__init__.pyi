@@ -10,7 +10,6 @@ from .adam_shares import signed_product as signed_product
 from .descent import OPTIMISERS as OPTIMISERS
 from .descent import Adam as Adam
 from .descent import Evaluate as Evaluate
-from .descent import Kept as Kept
 from .descent import Lbfgs as Lbfgs
 from .descent import descend as descend
 from .embedding_inverse import invert_rows as invert_rows
@@ -18,10 +17,7 @@ from .embedding_inverse import patch_statistics as patch_statistics
 from .first_blocks import FirstBlocks as FirstBlocks
 from .first_blocks import row_disagreement as row_disagreement
 from .first_blocks import twice_derivable as twice_derivable
-from .grey_levels import patches_of_levels as patches_of_levels
-from .likelihood import Likelihood as Likelihood
-from .limits import too_many as too_many
-from .limits import warn_of_limits as warn_of_limits
+from .masked_slots import ONE_IMAGE as ONE_IMAGE
 from .masked_slots import feeds_unknown as feeds_unknown
 from .masked_slots import hides_places as hides_places
 from .masked_slots import masked_slots as masked_slots
@@ -29,10 +25,11 @@ from .masked_slots import replacement as replacement
 from .masked_slots import shares_mask as shares_mask
 from .masked_slots import slot_gradients as slot_gradients
 from .masked_slots import slot_rows as slot_rows
+from .masked_slots import token_count as token_count
+from .masked_slots import too_many as too_many
+from .masked_slots import warn_of_limits as warn_of_limits
 from .masked_slots import zero_rows as zero_rows
-from .missing_entries import MOST_MISSING as MOST_MISSING
-from .missing_entries import complete as complete
-from .missing_entries import row_span as row_span
+from .noisy_gradients import Likelihood as Likelihood
 from .noisy_gradients import NoisyGradients as NoisyGradients
 from .noisy_gradients import posterior as posterior
 from .prior import EDGE_WIDTH as EDGE_WIDTH
@@ -46,7 +43,6 @@ from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
 from .updates import fit_decay as fit_decay
+from .updates import patches_of_levels as patches_of_levels
 from .updates import rounding_of_embedding as rounding_of_embedding
 from .updates import weighted_patches as weighted_patches
-from .value_order import negative_values as negative_values
-from .value_order import value_orders as value_orders

@@ -1,7 +1,7 @@
 """What Adam's share of a full step tells: signs, the magnitude of small entries, and two matrices of such a product."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,26 +11,18 @@ from torch import Tensor
 
 from privlab.attacks.solvers.prior import EDGE_WIDTH, Smoothness, photograph_gradients
 from privlab.attacks.solvers.ridge import RTOL
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, gradients_enabled
 from privlab.patches import patchify
-from privlab.release import rounding_deviation, without_decay
+from privlab.release import Update, rounding_deviation, without_decay
 from privlab.threat import Client
 from privlab.victims import VictimModel
-
-__all__ = ["Shown", "expected_excess", "expected_value", "largest_step", "least_step", "misfit"]
-__all__ += ["shown_by_adam", "shown_by_round", "signed_product"]
 
 _TOLERANCES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Errors that ∂ℓ/∂W is allowed, in units of its channels' mean magnitude, from the first stage of the search on."""
 
-_PSEUDO_COUNT = 3.0
-"""Known entries of mean size that each row and column counts beside its own, for its scale."""
-
-_BOX = 100.0
-"""Weight of the squared distance of normalised pixels from those of black and white."""
-
-_EDGES = 5.0
-"""Weight of the edges' energy, beside which an entry of G off by its error counts a half."""
+_PSEUDO_COUNT = 3.0  # known entries of mean size that each row and column counts beside its own, for its scale
+_BOX = 100.0  # weight of the squared distance of normalised pixels from those of black and white
+_EDGES = 5.0  # weight of the edges' energy, beside which an entry of G off by its error counts a half
 
 _CERTAIN = 3.0
 """Standard deviations of rounding by which a share must differ from a full one for its magnitude to be known."""
@@ -71,10 +63,7 @@ def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], 
 
 
 def shown_by_round(
-    model: VictimModel,
-    client: Client,
-    update: Mapping[str, Float[Tensor, "..."]],
-    matrix: Callable[[str, Tensor], Float[Tensor, "r c"]],
+    model: VictimModel, client: Client, update: Update, matrix: Callable[[str, Tensor], Float[Tensor, "r c"]]
 ) -> dict[str, Shown]:
     """Return what the update of a round shows of each parameter's gradient, by name.
 
@@ -194,10 +183,7 @@ def signed_product(
         of_channel = tolerance * scale_g.mean(1, keepdim=True)
 
         def energy(
-            share: Float[Tensor, "n d"],
-            X: Float[Tensor, "n k"],
-            allowed: Tensor = of_channel,
-            off: float = tolerance,
+            share: Float[Tensor, "n d"], X: Float[Tensor, "n k"], allowed: Tensor = of_channel, off: float = tolerance
         ) -> Tensor:
             A = share * scale_a
             size = (share.square() + 0.01).sqrt().masked_fill(a.known, 0).sum()
@@ -259,7 +245,7 @@ def _descend(
 
     def closure() -> Tensor:
         search.zero_grad()
-        with torch.enable_grad():
+        with gradients_enabled():
             value = energy(*point)
         value.backward()
         return value

@@ -4,7 +4,6 @@ import hashlib
 import math
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
@@ -13,14 +12,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning
+from privlab.base import PrivlabError, warn
 from privlab.training import Checkpoints, TrainingProgress, tell
 from privlab.victims import cache_folder
 
-__all__ = ["OPTIMISERS", "Adam", "Evaluate", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
-
-_SAVE_EVERY = 20.0
-"""Seconds between two saved states."""
+_SAVE_EVERY = 20.0  # seconds between two saved states
 
 State: TypeAlias = dict[str, Tensor]
 """Of p problems: the points `x` (p × q), `value` and `slope` there, the `best` point so far and its value, `least`."""
@@ -192,56 +188,30 @@ def _dot(a: Float[Tensor, "p q"], b: Float[Tensor, "p q"]) -> Float[Tensor, " p"
     return (a * b).sum(1)
 
 
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """The state of an unfinished search on disk, under `PRIVLAB_CACHE` or in the user's cache."""
-
-    checkpoints: Checkpoints
-
-    @classmethod
-    def under(cls, identity: Iterable[str]) -> "Kept":
-        """Return the place of the search that these words identify."""
-        key = hashlib.sha256("\n".join(identity).encode()).hexdigest()
-        return cls(Checkpoints(cache_folder("searches") / key[:32], {"search": key}))
-
-    def last(self, device: torch.device) -> tuple[int, State] | None:
-        """Return how many steps were taken, and the state after them; None if nothing was kept."""
-        if (found := self.checkpoints.last()) is None:
-            return None
-        step, state, _ = found
-        return step, {name: tensor.to(device) for name, tensor in state.items()}
-
-    def save(self, step: int, state: State) -> None:
-        """Write the state; if that fails, warn and go on."""
-        try:
-            self.checkpoints.save(step, {name: tensor.clone() for name, tensor in state.items()}, {})
-        except PrivlabError as error:
-            warnings.warn(f"The search cannot be resumed if it is interrupted: {error}", PrivlabWarning, stacklevel=4)
-
-    def forget(self) -> None:
-        """Remove what was kept: the search is over."""
-        shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
-
-
 def descend(
-    optimiser: Optimiser, points: Float[Tensor, "p q"], evaluate: Evaluate, steps: int, kept: Kept
+    optimiser: Optimiser, points: Float[Tensor, "p q"], evaluate: Evaluate, steps: int, identity: Iterable[str]
 ) -> tuple[Float[Tensor, "p q"], Float[Tensor, " p"]]:
     """Return the best points that `steps` steps find, and their values; resume from the kept state, if there is one.
 
-    The state is saved at intervals of `_SAVE_EVERY` seconds, and when the search is interrupted; whoever is `listening`
-    is told of each step.
+    The state is saved under `PRIVLAB_CACHE` or in the user's cache at intervals of `_SAVE_EVERY` seconds, and when the
+    search is interrupted; it is removed when the search ends. Whoever is `listening` is told of each step.
 
     Args:
         optimiser: the method of descent.
         points: where the p problems start; if a state was kept, they start there instead.
         evaluate: returns the objective and its gradient at points of the numbered problems.
         steps: the most steps, those of the kept state included, ≥ 0.
-        kept: place on disk of the state of this search; it is emptied when the search ends.
+        identity: all that the search depends on.
 
     Raises:
         PrivlabError: if the objective is not finite at the start.
     """
-    done, state = kept.last(points.device) or (0, optimiser.start(points, evaluate))
+    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()
+    kept = Checkpoints(cache_folder("searches") / key[:32], {"search": key})
+    if (found := kept.last()) is None:
+        done, state = 0, optimiser.start(points, evaluate)
+    else:
+        done, state = found[0], {name: tensor.to(points.device) for name, tensor in found[1].items()}
     if not state["least"].isfinite().all():
         raise PrivlabError("The objective is not finite where the search starts.")
     first, begun = done, time.perf_counter()
@@ -254,14 +224,22 @@ def descend(
             left = (now - begun) / (done - first) * (steps - done)
             tell(TrainingProgress(done, steps, 0.0, float(state["least"].mean()), optimiser.lr, now - begun, left))
             if now - saved > _SAVE_EVERY:
-                kept.save(done, state)
+                _save(kept, done, state)
                 saved = now
     except BaseException:
         if done > first:
-            kept.save(done, state)
+            _save(kept, done, state)
         raise
-    kept.forget()
+    shutil.rmtree(kept.folder, ignore_errors=True)
     return state["best"], state["least"]
+
+
+def _save(kept: Checkpoints, step: int, state: State) -> None:
+    """Write the state; if that fails, warn and go on."""
+    try:
+        kept.save(step, {name: tensor.clone() for name, tensor in state.items()}, {})
+    except PrivlabError as error:
+        warn(f"The search cannot be resumed if it is interrupted: {error}", 4)
 
 
 OPTIMISERS: dict[str, type[Optimiser]] = {kind.name: kind for kind in (Adam, Lbfgs)}

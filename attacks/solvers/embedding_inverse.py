@@ -13,14 +13,11 @@ from privlab.attacks.solvers.ridge import ridge_inverse
 from privlab.base import PrivlabError, check_name
 from privlab.victims import VictimModel
 
-__all__ = ["PRIORS", "Prior", "invert_rows", "patch_statistics"]
-
 Prior = Literal["ridge", "wiener"]
 PRIORS: tuple[str, ...] = get_args(Prior)
 """What is assumed of a patch x: white with unit variance, or the mean and covariance of public patches."""
 
-MOST_IMAGES = 32
-"""The most images from which patch statistics are taken; a hundred would give 0.1 dB more."""
+MOST_IMAGES = 32  # the most images from which patch statistics are taken; a hundred would give 0.1 dB more
 
 _STATISTICS: WeakKeyDictionary[VictimModel, tuple[ref[Tensor], int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 """For each living victim the public images that it was last attacked with, their version, and their statistics."""

@@ -3,19 +3,21 @@
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.attacks.solvers.masked_slots import slot_rows
+from privlab.base import gradients_enabled
 from privlab.patches import unpatchify
 from privlab.victims import PREFIX_TOKENS, VictimModel
 
-__all__ = ["FirstBlocks", "row_disagreement", "twice_derivable"]
-
 _PE = "pos_embed"
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class FirstBlocks:
         """
         model = self.model
         images = unpatchify(X[None], model.image_shape) * model.std + model.mean
-        with torch.enable_grad():
+        with gradients_enabled():
             z = model.client_blocks(model.embed(images), self.blocks)[0]
             own = [model.vit.get_parameter(name) for name in self.names]
             parts = torch.autograd.grad((z * delta).sum(), own, create_graph=create_graph)
@@ -90,10 +92,6 @@ def row_disagreement(
     """Return the mean of 1 − cos(row, wanted row), over the rows of each matrix and then over matrices; in [0, 2].
 
     The cosine needs no scale of a row, which signs do not tell. A row of zeros counts 1.
-
-    Args:
-        made: matrices by name.
-        wanted: those of the same names.
     """
     off = [
         (1 - F.cosine_similarity(each, wanted[name], dim=1, eps=0.0).nan_to_num()).mean() for name, each in made.items()
@@ -101,8 +99,8 @@ def row_disagreement(
     return torch.stack(off).mean()
 
 
-def twice_derivable(model: VictimModel) -> VictimModel:
-    """Return a frozen copy without fused attention, whose gradients cannot be differentiated again."""
+def twice_derivable(model: Network) -> Network:
+    """Return a frozen copy of a model without fused attention, whose gradients cannot be differentiated again."""
     twin = copy.deepcopy(model).eval().requires_grad_(False)
     for module in twin.modules():
         if hasattr(module, "fused_attn"):

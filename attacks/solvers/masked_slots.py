@@ -1,27 +1,28 @@
-"""Which slots a defense masked, as MJP does: read off the rows of ∂ℓ/∂E_pos that are zero, or below the noise."""
+"""Which slots a defense masked, as MJP does, read off ∂ℓ/∂E_pos, and what its linear system can determine."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers.noisy_gradients import NoisyGradients
+from privlab.base import warn
 from privlab.release import effects_of
-from privlab.threat import GradientDefense, Observation
+from privlab.threat import Capability, GradientDefense, Observation
 from privlab.victims import VictimModel
-
-__all__ = ["feeds_unknown", "hides_places", "masked_slots", "replacement", "shares_mask", "slot_gradients"]
-__all__ += ["slot_rows", "zero_rows"]
 
 
 def slot_gradients(seen: Observation) -> Float[Tensor, "b n d"]:
     """Return A = ∂ℓ/∂E_pos without the rows of class and register tokens."""
-    height, width = seen.model.grid
-    return seen.gradients["pos_embed"].squeeze(1)[:, -height * width :]
+    return seen.gradients["pos_embed"].squeeze(1)[:, -seen.model.vit.patch_embed.num_patches :]
 
 
 def slot_rows(model: VictimModel, pe: Float[Tensor, "1 t d"]) -> Float[Tensor, "n d"]:
     """Return the rows of position embeddings, or of what is given for each of them, that belong to patches."""
-    height, width = model.grid
-    return pe[0, -height * width :]
+    return pe[0, -model.vit.patch_embed.num_patches :]
+
+
+def token_count(model: VictimModel) -> int:
+    """Return N + p, the number of patches and of class and register tokens."""
+    return model.vit.patch_embed.num_patches + model.vit.num_prefix_tokens
 
 
 def zero_rows(A: Float[Tensor, "b n d"]) -> Bool[Tensor, "b n"]:
@@ -61,3 +62,40 @@ def masked_slots(seen: Observation) -> Bool[Tensor, "r n"]:
     if defended and "patch_embed.proj.weight" in seen.gradients:  # zeros may be missing entries
         return NoisyGradients.of(seen).silent_slots & hides_places(seen)
     return zero_rows(slot_gradients(seen))
+
+
+ONE_IMAGE = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+"""What the closed forms of one image's position embeddings need."""
+
+
+def too_many(seen: Observation) -> str | None:
+    """Return a text if N ≥ D: Aᵀ X = ∂ℓ/∂W then does not determine X, because A·1 = 0 and A has rank D − 1 at most."""
+    _, n, d = slot_gradients(seen).shape
+    return None if n < d else f"N = {n} ≥ D = {d}"
+
+
+def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int, *, knows_mask: bool = False) -> None:
+    """Warn if Aᵀ X = G cannot determine X: there are more than `most` tokens, or masked ones that the attack ignores.
+
+    Args:
+        attack: name of the attack, with which the warning begins.
+        A: ∂ℓ/∂E_pos of the tokens; a row of zeros is a masked token.
+        most: the largest number of tokens that the attack can recover.
+        knows_mask: whether the attack treats masked tokens as such, so that they need no warning.
+
+    Warns:
+        PrivlabWarning: with the numbers found.
+    """
+    _, n, d = A.shape
+    if n > most:
+        warn(
+            f"{attack}: {n} tokens, but gradients of width {d} determine at most {most}. "
+            "The solution of least norm is not exact: a low score here is no evidence of privacy.",
+            3,
+        )
+    if not knows_mask and bool(zero_rows(A).any()):
+        warn(
+            f"{attack}: some position embeddings received no gradient, as under MJP. The attack takes the zeros "
+            "for equations, as in the paper: it does not know the defense, and a low score is no evidence of privacy.",
+            3,
+        )

@@ -14,30 +14,16 @@ from privlab.images.photographs import photographs
 from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.victims import VictimModel
 
-__all__ = [
-    "EDGE_WIDTH",
-    "PRIORS",
-    "Smoothness",
-    "Windows",
-    "colour_gradients",
-    "conjugate_gradients",
-    "photograph_gradients",
-    "photograph_windows",
-    "total_variation",
-]
-
 Map = Callable[[Tensor], Tensor]
 Names = tuple[str, ...] | None
 
 Prior = Literal["quadratic", "sparse", "covariance", "cauchy"]
-PRIORS: tuple[str, ...] = get_args(Prior)
-"""Names of image priors: see `photograph_windows`."""
+PRIORS: tuple[str, ...] = get_args(Prior)  # names of image priors: see `photograph_windows`
 
 _RIDGE = 1e-5
 """Is added to the variances of colour differences, in squared pixels of [0, 1], because some photographs are grey."""
 
-_ROUNDING_VARIANCE = 1 / 12 / 255**2
-"""Variance of rounding to 8 bits, below which photographs say nothing."""
+_ROUNDING_VARIANCE = 1 / 12 / 255**2  # variance of rounding to 8 bits, below which photographs say nothing
 
 EDGE_WIDTH = 0.07
 """Differences of adjacent pixels, in their standard deviations, below which the sparse prior is quadratic."""
@@ -114,9 +100,8 @@ class Smoothness:
         across, down = pixels[..., 1:] * pixels[..., :-1], pixels[..., 1:, :] * pixels[..., :-1, :]
         precision = torch.linalg.inv(self.covariance).to(X)
         if epsilon is not None:
-            image = unpatchify(X, self.shape)
-            across = across * _weight(image.diff(dim=3), precision, epsilon)
-            down = down * _weight(image.diff(dim=2), precision, epsilon)
+            _, of_across, of_down = self._weights(X, epsilon)
+            across, down = across * of_across, down * of_down
         rows = free[..., None].to(X)
 
         def slope(X: Tensor) -> Tensor:
@@ -128,17 +113,22 @@ class Smoothness:
 
     def sparse_energy(self, X: Float[Tensor, "b n k"], epsilon: float) -> Float[Tensor, " b"]:
         """Return Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), which is small for photographs; `fill` with reweighting minimises it."""
-        image = unpatchify(X, self.shape)
-        precision = torch.linalg.inv(self.covariance).to(X)
-        across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
+        _, across, down = self._weights(X, epsilon)
         return across.reciprocal().sum((1, 2, 3)) + down.reciprocal().sum((1, 2, 3))
 
     def curvature(self, at: Float[Tensor, "b n k"], epsilon: float) -> Map:
         """Return the map X ↦ H X that bounds the Hessian of `sparse_energy` at a point, where H X is its gradient."""
-        image = unpatchify(at, self.shape)
-        precision = torch.linalg.inv(self.covariance).to(at)
-        across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
+        precision, across, down = self._weights(at, epsilon)
         return lambda X: self._slope(X, precision, across, down)
+
+    def _weights(self, X: Float[Tensor, "b n k"], epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Γ⁻¹, and the weights w_p = 1 / √(ε² + δ_pᵀ Γ⁻¹ δ_p) of the differences of X, across and down."""
+        image, precision = unpatchify(X, self.shape), torch.linalg.inv(self.covariance).to(X)
+        across, down = (
+            (torch.einsum("bchw,cd,bdhw->bhw", δ, precision, δ) + epsilon**2).rsqrt()[:, None]
+            for δ in (image.diff(dim=3), image.diff(dim=2))
+        )
+        return precision, across, down
 
     def _slope(self, X: Tensor, precision: Tensor, across: Tensor, down: Tensor) -> Tensor:
         """Return half the gradient of the energy by X, with these weights of its differences."""
@@ -319,11 +309,6 @@ def _whitening(covariance: Float[Tensor, "r r"], filters: Float[Tensor, "f s t"]
     return torch.einsum("rfc,fst->rcst", (Q / λ.sqrt()).mT.unflatten(1, (len(filters), -1)), filters)
 
 
-def _weight(δ: Float[Tensor, "b c h w"], precision: Float[Tensor, "c c"], epsilon: float) -> Float[Tensor, "b 1 h w"]:
-    squares = torch.einsum("bchw,cd,bdhw->bhw", δ, precision, δ)
-    return (squares + epsilon**2).rsqrt()[:, None]
-
-
 def _adjoint(δ: Tensor, dim: int) -> Tensor:
     """Return the adjoint of `diff` along a dimension."""
     edge = δ.new_zeros(*(1 if d == dim else n for d, n in enumerate(δ.shape)))
@@ -331,8 +316,8 @@ def _adjoint(δ: Tensor, dim: int) -> Tensor:
 
 
 def conjugate_gradients(
-    product: Map, target: Float[Tensor, "b n k"], steps: int, precondition: Map = lambda r: r
-) -> Float[Tensor, "b n k"]:
+    product: Map, target: Float[Tensor, "*b n k"], steps: int, precondition: Map = lambda r: r
+) -> Float[Tensor, "*b n k"]:
     """Return an approximate solution V of product(V) = target, for each of the batch, from V = 0.
 
     A direction without curvature is not taken: it is one of rounding, where nothing of the target is left.
@@ -359,4 +344,4 @@ def conjugate_gradients(
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum((1, 2), keepdim=True)
+    return (a * b).sum((-2, -1), keepdim=True)

@@ -4,8 +4,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["RTOL", "ridge_inverse"]
-
 RTOL = 2.0**-23
 """Machine epsilon of float32, in which gradients are released: weaker directions carry no information."""
 

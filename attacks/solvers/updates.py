@@ -1,4 +1,4 @@
-"""What an update of local training tells of the gradients in it: weight decay fitted, entries weighed by rounding."""
+"""Patches from updates of local training: decay fitted, entries weighed by rounding, and pixels on grey levels."""
 
 from collections.abc import Mapping
 
@@ -7,21 +7,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.solvers.ridge import RTOL, ridge_inverse
-from privlab.release import rounding_deviation
+from privlab.base import check_range
+from privlab.patches import patchify
+from privlab.release import Update, rounding_deviation
 from privlab.threat import Client
 from privlab.victims import VictimModel
 
-__all__ = ["fit_decay", "rounding_of_embedding", "weighted_patches"]
-
-_COLUMNS = 128
-"""Columns of ∂ℓ/∂W that are solved for at once: they share no matrix, and each needs one of N × N."""
+_COLUMNS = 128  # columns of ∂ℓ/∂W that are solved for at once: they share no matrix, and each needs one of N × N
 
 
 def rounding_of_embedding(
-    model: VictimModel,
-    client: Client,
-    update: Mapping[str, Float[Tensor, "..."]],
-    sent: Mapping[str, Float[Tensor, "..."]] | None = None,
+    model: VictimModel, client: Client, update: Update, sent: Update | None = None
 ) -> dict[str, Float[Tensor, "..."]]:
     """Return the standard deviation that rounding gives each entry of the embedding's update (`rounding_deviation`).
 
@@ -39,11 +35,7 @@ def rounding_of_embedding(
 
 
 def fit_decay(
-    model: VictimModel,
-    update: Mapping[str, Float[Tensor, "..."]],
-    A: Float[Tensor, "n d"],
-    E: Float[Tensor, "n d"],
-    rounds: int = 12,
+    model: VictimModel, update: Update, A: Float[Tensor, "n d"], E: Float[Tensor, "n d"], rounds: int = 12
 ) -> float:
     """Return 1 − c, the share of θ_0 that an unknown decay took: the one with which ∂ℓ/∂W fits ∂ℓ/∂E_pos best.
 
@@ -70,6 +62,8 @@ def fit_decay(
         # The residual is R(l) = (I − left left⁺)(right); of its slope the part within the span of `left` is left out.
         slope = W - E.mT @ X
         slope = slope - left @ (inverse @ slope)
+        if not slope.any():  # no decay shows
+            break
         lost += float((right - left @ X).flatten() @ slope.flatten() / slope.square().sum())
     return lost
 
@@ -118,7 +112,51 @@ def weighted_patches(
         for g, w in zip(G.split(_COLUMNS, 1), weights.split(_COLUMNS, 1), strict=True):
             weighed = A * w.mT[:, None]  # k × n × d
             M = weighed @ A.mT
-            M.diagonal(dim1=1, dim2=2).add_(RTOL**2 * M.diagonal(dim1=1, dim2=2).sum(1, keepdim=True))
+            sizes = M.diagonal(dim1=1, dim2=2)
+            sizes.add_((RTOL**2 * sizes.sum(1, keepdim=True)).clamp_min(torch.finfo(M.dtype).tiny))  # A = 0 gives X = 0
             parts.append(torch.linalg.solve(M, weighed @ g.mT[..., None])[..., 0])
         X = torch.cat(parts).mT
     return X
+
+
+def patches_of_levels(
+    model: VictimModel, A: Float[Tensor, "n d"], G: Float[Tensor, "d k"], weights: Float[Tensor, " d"], levels: int
+) -> Float[Tensor, "n k"]:
+    """Return normalised patches X, of images whose pixels are 0, 1/L, …, 1, for which Aᵀ X is near G.
+
+    Rounding each entry of the least-squares solution ignores that the errors of a patch go with those of others. Here
+    the patches are rounded one after the other, and each one's share is taken off the equations before the next
+    (Babai's nearest plane). The patches that the equations determine best are rounded first (Wübben's sorted QR). The
+    result is the true X where the errors are small enough, and other grey levels where they are not: whoever takes it
+    has to check it.
+
+    Args:
+        model: the victim, whose preprocessing says what a grey level is after normalisation.
+        A: the gradient of the position embeddings of N patches, as released.
+        G: the gradient of the patch projection, as released.
+        weights: weight of each of the D > N equations of an entry, the inverse of its variance.
+        levels: number L of grey levels above black, at least 1; 255 for eight bits.
+
+    Raises:
+        PrivlabError: for N ≥ D, where the equations leave patches open and rounding one of them settles no other.
+
+    Source: Babai (Combinatorica 1986), nearest plane; Wübben et al. (Electronics Letters 2001), sorted QR.
+    """
+    ends = model.normalise(torch.stack([model.mean.new_full(model.image_shape, pixel) for pixel in (0.0, 1.0)]))
+    black, white = patchify(ends, model.patch)[:, 0].double()
+    step = (white - black) / levels
+    (n, d), root = A.shape, weights.sqrt()[:, None]
+    check_range(n < d, "number of patches", f"below the width {d}", n)
+    Q, R, order = A.mT * root, A.new_zeros(n, n), torch.arange(n, device=A.device)
+    for i in range(n):  # the shortest column beyond the span of those before it is the next
+        swap = [i + int(Q[:, i:].square().sum(0).argmin()), i]
+        Q[:, swap[::-1]], R[:, swap[::-1]], order[swap[::-1]] = Q[:, swap], R[:, swap], order[swap]
+        R[i, i] = Q[:, i].norm().clamp_min(torch.finfo(A.dtype).tiny)
+        Q[:, i] /= R[i, i]
+        R[i, i + 1 :] = Q[:, i] @ Q[:, i + 1 :]
+        Q[:, i + 1 :] -= Q[:, i, None] * R[i, i + 1 :]
+    right, X = Q.mT @ (G * root), torch.zeros_like(G[:n])
+    for i in reversed(range(n)):
+        level = ((right[i] - R[i, i + 1 :] @ X[i + 1 :]) / R[i, i] - black) / step
+        X[i] = black + step * level.round().clamp(0, levels)
+    return torch.empty_like(X).index_copy_(0, order, X)

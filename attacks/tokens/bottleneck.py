@@ -1,6 +1,5 @@
 """The inputs of a bottleneck adapter, one by one, from the gradients of its two layers."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,17 +8,11 @@ from torch import Generator, Tensor, nn
 
 from privlab.attacks.tokens.equations import Separated, backward
 from privlab.attacks.tokens.spans import Mlp, Spans
+from privlab.release import Update
 
-__all__ = ["Bottleneck", "separate_inputs"]
-
-_FIRST_DAMPING = 1e-2
-"""The first damping of the Levenberg-Marquardt method, relative to the mean diagonal of Jᵀ J."""
-
-_SAME = 1e-3
-"""Distance of two solutions, relative to their length, below which they are the same input."""
-
-_MOST_IDLE = 3
-"""Rounds in a row that find no input, after which the search ends."""
+_FIRST_DAMPING = 1e-2  # the first damping of the Levenberg-Marquardt method, relative to the mean diagonal of Jᵀ J
+_SAME = 1e-3  # distance of two solutions, relative to their length, below which they are the same input
+_MOST_IDLE = 3  # rounds in a row that find no input, after which the search ends
 
 
 class Bottleneck(NamedTuple):
@@ -31,7 +24,7 @@ class Bottleneck(NamedTuple):
     G_up: Float[Tensor, "d r"]
 
     @classmethod
-    def of(cls, adapter: nn.Module, gradients: Mapping[str, Float[Tensor, "..."]]) -> "Bottleneck":
+    def of(cls, adapter: nn.Module, gradients: Update) -> "Bottleneck":
         """Return an adapter of `privlab.victims.bottlenecked` with its gradients.
 
         Args:
@@ -148,7 +141,7 @@ def separate_inputs(
             / len(whole.u) ** 0.5
         )
         h, off = near.run(β, steps)
-        h = h[off < _loose(tolerance)]
+        h = h[off < max(tolerance, 1e-2)]  # what found inputs leave has their rounding errors
         h, off = search.run(search.coordinates(h), steps)
         best = off.argsort()
         new, off = h[best[off[best] < tolerance]], off[best[off[best] < tolerance]]
@@ -156,11 +149,6 @@ def separate_inputs(
         idle = 0 if len(kept) else idle + 1
         found, residual = torch.cat([found, new[kept]]), torch.cat([residual, off[kept]])
     return Separated(found, residual, count)
-
-
-def _loose(tolerance: float) -> float:
-    """Return the residual below which a solution is settled: what found inputs leave has their rounding errors."""
-    return max(tolerance, 1e-2)
 
 
 def _distinct(h: Float[Tensor, "f d"], known: int) -> list[int]:

@@ -1,29 +1,25 @@
 """What tokens tell of patches, and leave open: linear equations, the law of patches, and the smoothest that agree."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from privlab.attacks.solvers import Smoothness, photograph_gradients
 from privlab.attacks.tokens.slots import projection
+from privlab.patches import patchify
+from privlab.reassembly import assemble
+from privlab.reassembly.border_costs import exact_costs, in_grains
 from privlab.victims import VictimModel
-
-__all__ = ["complete_image", "normalised_tokens", "patch_prior"]
 
 _ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
 """Options of the image prior, as in `mjp-subspace`: rounds, steps of conjugate gradients, and ε."""
 
 
-def normalised_tokens(
-    model: VictimModel,
-) -> tuple[Float[Tensor, "d k1"], Float[Tensor, "n d"], Float[Tensor, "p d"]]:
+def normalised_tokens(model: VictimModel) -> tuple[Float[Tensor, "d k1"], Float[Tensor, "n d"], Float[Tensor, "p d"]]:
     """Return F and g of σ_n u_n = F (x_n, σ_n) + g_n, and the u of prefix tokens, with u what attention reads first.
 
     u_n = γ ⊙ (z_n − mean z_n) / σ_n + β, with z_n = W x_n + e_n and e_n the token of a patch of zeros, is linear in the
     normalised patch x_n and the deviation σ_n once it is multiplied by σ_n.
-
-    Args:
-        model: the victim, whose first block begins with a LayerNorm.
     """
     norm, (W, _) = model.vit.blocks[0].get_submodule("norm1"), projection(model)
     assert isinstance(norm, nn.LayerNorm)
@@ -80,3 +76,24 @@ def complete_image(
         eye = torch.eye(X.shape[2]).to(X).expand(len(X), -1, -1)
         X = prior.fill(X, eye, free=~found, inside=torch.ones_like(found), steps=3 * _STEPS)
     return X
+
+
+def place_patches(
+    model: VictimModel,
+    image: Float[Tensor, "c h w"],
+    masked: Bool[Tensor, " n"],
+    lost: Bool[Tensor, " n"] | None = None,
+) -> Int[Tensor, " n"]:
+    """Return the order that puts the masked patches where their borders fit best.
+
+    Args:
+        model: the victim, whose grid and patch size count.
+        image: the reconstruction with its masked patches in any order, in [0, 1].
+        masked: slots whose patches are to be put in order; all others stay.
+        lost: slots whose patches were not recovered, and get the same border cost everywhere; None stands for none.
+    """
+    patches = patchify(image[None], model.patch)[0].unflatten(1, (image.shape[0], model.patch, model.patch))
+    costs = exact_costs(patches)
+    if lost is not None and bool(lost.any()) and not bool(lost.all()):  # a mean over none would be nan
+        costs = torch.where(lost | lost[:, None], in_grains(costs[:, ~lost][..., ~lost].mean()), costs)
+    return assemble(costs, model.grid, ~masked).to(image.device)

@@ -10,25 +10,21 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.func import jacfwd, vmap
 
+from privlab.attacks.rows import least_cost
 from privlab.attacks.tokens.equations import outside, remaining
 from privlab.attacks.tokens.grouping import heads
 from privlab.attacks.tokens.refinement import settle
 from privlab.attacks.tokens.slots import Reads, projection
 from privlab.attacks.tokens.spans import Mlp, Spans, normalise
-from privlab.base import linear_sum_assignment
 from privlab.victims import PreNormBlock, VictimModel
 
-__all__ = ["Embeddings", "ImageTokens", "complete_tokens", "embed_tokens", "slots_by_law"]
-
-_RIDGE = 1e-3
-"""Is added to the variances of tokens, relative to their mean: the bundled photographs are few."""
+_RIDGE = 1e-3  # is added to the variances of tokens, relative to their mean: the bundled photographs are few
 
 _TOLD = 1e-3
 """Least singular value, relative to the largest one, of a direction of patches that what ∂W_qkv heard is taken to tell:
 rounding counts more in the others."""
 
-_ROUNDS = 60
-"""Evaluations of attention that lead from tokens to embeddings: each leaves about two thirds of the error."""
+_ROUNDS = 60  # evaluations of attention that lead from tokens to embeddings: each leaves about two thirds of the error
 
 _STEPS, _FIRST_DAMPING = 25, 1e-2
 """The most steps of the Levenberg-Marquardt method for a missing token, and the damping that it starts with."""
@@ -41,11 +37,8 @@ _TRIED = 3
 """Results of a slot's starts, least residual first, that are refined as tokens: further ones were wrong where these
 were."""
 
-_SAME_TOKEN = 0.9
-"""Least cosine of a result and the token that it is refined to: beyond, it is that of another slot."""
-
-_STARTS = 8
-"""Starts of a slot that are searched from at once. The first ones are the patches around it."""
+_SAME_TOKEN = 0.9  # least cosine of a result and the token that it is refined to: beyond, it is that of another slot
+_STARTS = 8  # Starts of a slot that are searched from at once. The first ones are the patches around it
 
 
 class Embeddings(NamedTuple):
@@ -108,13 +101,12 @@ def slots_by_law(mlp: Mlp, u: Float[Tensor, "f d"], usual: Float[Tensor, "m t d"
     S = S + _RIDGE * S.diagonal().mean() * torch.eye(len(S)).to(S)
     L = torch.linalg.cholesky(S)
     t, mean = (torch.linalg.solve_triangular(L, each.mT, upper=False).mT for each in (t, mean))
-    rows, places = linear_sum_assignment(torch.cdist(t, mean).square().cpu())
-    rows, places = (torch.as_tensor(each, device=u.device) for each in (rows, places))
+    rows, places = least_cost(torch.cdist(t, mean).square())
     return ImageTokens(u[rows], places)
 
 
 @torch.no_grad()
-def embed_tokens(
+def _embed_tokens(
     block: PreNormBlock,
     prefix: Float[Tensor, "p d"],
     of: Embeddings,
@@ -126,15 +118,6 @@ def embed_tokens(
     """Return the embedded patches of tokens: s t_n = z_n + a_n is solved for z and s, and a = attention(z), in turn.
 
     Patches without a token are the mean of those around them.
-
-    Args:
-        block: the first block, in float64.
-        prefix: class and register tokens, before the block.
-        of: what is known of the embeddings.
-        tokens: the tokens that are known.
-        pe: the position embeddings of the slots.
-        around: the weights of each slot's neighbours.
-        z: embeddings to start from.
     """
     p = len(prefix)
     of_patch = tokens.place >= p
@@ -193,7 +176,7 @@ def complete_tokens(
     """
     mlp, p, z, idle = Mlp.of(block), len(prefix), of.nearest(usual.mean(0)), 0
     while True:
-        z = embed_tokens(block, prefix, of, tokens, pe, around, z)
+        z = _embed_tokens(block, prefix, of, tokens, pe, around, z)
         lost = [place for place in tokens.missing(p + len(pe)) if place >= p]
         if not lost or idle == passes:
             return tokens, z
@@ -209,7 +192,7 @@ def complete_tokens(
             u = search.run(torch.cat([prefix, z]), place, of.base[n], of.Q, (of.nearest(starts, n) - of.base[n]) @ of.Q)
             α = settle(mlp, whole, u @ whole.u.mT, steps)
             new = α @ whole.u
-            fits = (outside(mlp, whole, α) < tolerance) & (_cosines(new, u) > _SAME_TOKEN)
+            fits = (outside(mlp, whole, α) < tolerance) & (nn.functional.cosine_similarity(new, u) > _SAME_TOKEN)
             fits &= (nn.functional.normalize(new, dim=1) @ nn.functional.normalize(tokens.u, dim=1).mT).amax(1) < 0.9999
             if bool(fits.any()):
                 best = int(fits.nonzero()[0])
@@ -217,10 +200,6 @@ def complete_tokens(
                 tokens, found = ImageTokens(u_new, torch.cat([tokens.place, at])), True
                 break
         idle = 0 if found else idle + 1
-
-
-def _cosines(a: Float[Tensor, "s d"], b: Float[Tensor, "s d"]) -> Float[Tensor, " s"]:
-    return nn.functional.cosine_similarity(a, b)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,21 +8,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from privlab.attacks.rows import known_tokens
+from privlab.attacks.rows import known_tokens, least_cost
 from privlab.attacks.solvers import conjugate_gradients
 from privlab.attacks.tokens.mlp_inverse import Inverted
 from privlab.attacks.tokens.slots import projection
 from privlab.attacks.tokens.spans import Mlp, normalise
-from privlab.base import linear_sum_assignment
+from privlab.base import gradients_enabled
 from privlab.victims import PreNormBlock, VictimModel
-
-__all__ = ["PatchLaw", "fit_patches", "places_of_tokens"]
 
 _RIDGE = 1e-4
 """Is added to the variances of embedded patches, relative to their mean, because the prior is only approximate."""
 
-_ROUNDS = 20
-"""Rounds of places and attention in turn."""
+_ROUNDS = 20  # rounds of places and attention in turn
 
 _LEVELS = (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
 """Room for the residual of a token's entries, of variance one, from step to step."""
@@ -82,7 +79,7 @@ def places_of_tokens(model: VictimModel, block: PreNormBlock, tokens: Inverted, 
     t, p, D, z = _centred(normalise(mlp, tokens.u)), len(prefix), tokens.u.shape[1], law.base
     doubt = _centred(_centred(tokens.doubt / (mlp.γ[:, None] * mlp.γ)).mT)
     a = block.attention(torch.cat([prefix, z]))
-    own, at = _assign(1 - nn.functional.cosine_similarity(t[:, None], _centred(prefix + a[:p]), dim=2))
+    own, at = least_cost(1 - nn.functional.cosine_similarity(t[:, None], _centred(prefix + a[:p]), dim=2))
     places = torch.zeros(len(t), dtype=torch.long, device=t.device).index_copy(0, own, at)
     rest = torch.ones_like(places, dtype=torch.bool).index_fill(0, own, value=False).nonzero()[:, 0]
     for _ in range(_ROUNDS):
@@ -94,7 +91,7 @@ def places_of_tokens(model: VictimModel, block: PreNormBlock, tokens: Inverted, 
         )
         xx, xy = x.square().sum(1), (x.mT @ y)[:, 0]
         s = (xy + (xy.square() + 4 * (D - 2) * xx).sqrt()) / (2 * xx)
-        rows, ns = _assign((xx * s.square() - 2 * xy * s + y.square().sum(1)) / 2 - (D - 2) * s.log())
+        rows, ns = least_cost((xx * s.square() - 2 * xy * s + y.square().sum(1)) / 2 - (D - 2) * s.log())
         z = law.base.index_copy(0, ns, s[rows, ns, None] * t[rest[rows]] - a[p + ns])
         places[rest[rows]] = p + ns
         a = block.attention(torch.cat([prefix, z]))
@@ -177,7 +174,7 @@ class _Fit:
         return c
 
     def _step(self, c: Float[Tensor, "n m"], L: Tensor) -> Float[Tensor, "n m"]:
-        with torch.enable_grad():
+        with gradients_enabled():
             point = c.detach().clone().requires_grad_()
             r, v = self.residual(point, L)
             weight = torch.zeros_like(r, requires_grad=True)  # Jᵀ weight is linear in it: its derivative is J
@@ -204,12 +201,6 @@ class _Fit:
         J = torch.linalg.solve_triangular(L[self.of_patch], J.mT, upper=False)
         N = torch.zeros(len(self.law.base), len(B), len(B)).to(v).index_copy(0, own - len(self.prefix), J.mT @ J)
         return torch.linalg.cholesky(N + torch.eye(len(B)).to(N))
-
-
-def _assign(cost: Float[Tensor, "f n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
-    """Return the rows and columns of the assignment of least cost."""
-    rows, columns = (torch.as_tensor(each, device=cost.device) for each in linear_sum_assignment(cost.cpu()))
-    return rows, columns
 
 
 def _centred(v: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:

@@ -1,15 +1,15 @@
 """The inputs of a block's MLP, one by one, from the gradients of its two layers: token separation."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Generator, Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from privlab.attacks.tokens.refinement import FAR, refine, settle
-from privlab.attacks.tokens.spans import Mlp, Near, Spans, normalise
-
-__all__ = ["Separated", "outside", "remaining", "separate"]
+from privlab.attacks.tokens.spans import Mlp, Near, Spans, normalise, packed
 
 _FIRST_TOLERANCE = 1e-5
 """The largest residual of the first tokens; it grows tenfold, up to the caller's tolerance, when no more are found."""
@@ -26,8 +26,7 @@ _SLOT_COSINE = 0.99
 _OUTLIER_FACTOR = 100
 """A result of a guess is no token if its residual is more than this many times the median, whatever is allowed."""
 
-_SAME_COSINE = 1 - 1e-6
-"""The cosine from which the results of two guesses are the same token."""
+_SAME_COSINE = 1 - 1e-6  # the cosine from which the results of two guesses are the same token
 
 _INVERSE_STEPS = 4
 """Steps of inverse iteration; each gains the square of the error of the search, so four are more than enough."""
@@ -47,10 +46,10 @@ class Separated(NamedTuple):
 @torch.no_grad()
 def separate(
     mlp: Mlp,
-    G1: Float[Tensor, "m d"],
-    G2: Float[Tensor, "d m"],
+    G1: Float[Tensor, "b m d"],
+    G2: Float[Tensor, "b d m"],
     count: int,
-    draw: Generator,
+    draws: Sequence[Generator],
     *,
     starts: int,
     rounds: int,
@@ -59,8 +58,8 @@ def separate(
     near: Near | None = None,
     usual: Float[Tensor, "p d"] | None = None,
     most: int | None = None,
-) -> Separated:
-    """Find the up to `count` tokens u_n whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
+) -> list[Separated]:
+    """Find the up to `count` tokens u_n of each release whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
 
     A vector u of LayerNorm's form in span{u_n} is taken for a token if act(W₁ u + b₁) lies in span{h_n}: this holds for
     tokens, and not in general for sums of tokens. The Levenberg-Marquardt method finds such u, from guesses first, then
@@ -68,70 +67,84 @@ def separate(
     span{δ}, and the rows of (I − P_ε) ∂W₂ and (I − P_δ) ∂W₁, with P on the ε and the δ of found tokens, span those of
     the others alone. So no token is found twice, and each round searches a smaller space.
 
+    All releases are searched in the same rounds, because a GPU takes hardly longer for many than for one. Each has its
+    own starts, residuals that are allowed and end.
+
     Args:
         mlp: the MLP whose gradients they are, in float64.
-        G1: the gradient of the first layer's weight.
+        G1: the gradient of the first layer's weight in each release.
         G2: the gradient of the second layer's weight.
         count: number of tokens, less than the width d; fewer are sought if the gradients have a smaller rank.
-        draw: generator of the starts.
+        draws: for each release, the generator of its starts.
         starts: random starts in each round.
         rounds: the most rounds.
         steps: steps of the Levenberg-Marquardt method.
         tolerance: the residual below which a solution is a token. Those of the least residual are taken first, and
             larger ones only when no smaller one is left, because removing an inexact token would hide others.
-        near: guesses of some tokens, from which these are found together.
+        near: guesses of some tokens of each release, from which these are found together.
         usual: tokens of other images. Half of the starts of each round are some of them, within the span: nearer to
             tokens than points that are drawn at random.
-        most: the tokens after which the search ends, where only some of the products are of this MLP's weights; None
-            for all of them.
+        most: the tokens after which the search of a release ends, where only some of the products are of this MLP's
+            weights; None for all of them.
 
     Source: ours; the sums are the chain rule, batch and tokens alike.
     """
-    G1, G2 = G1.double(), G2.double()
-    whole = rest = Spans.of(G1, G2, count)
-    count = len(whole.u)
-    most = count if most is None else min(most, count)
-    found, residual = G1.new_zeros(0, G1.shape[1]), G1.new_zeros(0)
-    ε, δ = found, G1.new_zeros(0, len(G1))
-    idle, limit, rough = 0, _FIRST_TOLERANCE, mlp.to(torch.float32)
+    G1, G2, rough, d = G1.double(), G2.double(), mlp.to(torch.float32), G1.shape[2]
+    every = whole = rest = Spans.of(G1, G2, count)
+    ranks = every.real().sum(1).tolist()
+    wanted = [rank if most is None else min(most, rank) for rank in ranks]
+    found, tokens = [0] * len(G1), list(G1[:, :0])
+    idle, limits, on = [0] * len(G1), [_FIRST_TOLERANCE] * len(G1), list(range(len(G1)))
+    known = G1.new_zeros(len(G1), 0, 2 * d + G1.shape[1])  # u, ε and δ of the tokens found
     for number in range(rounds):
-        if idle == _MOST_IDLE and limit < tolerance:
-            limit, idle = min(10 * limit, tolerance), 0
-        if len(found) == most or idle == _MOST_IDLE:
+        for i in on:
+            if idle[i] == _MOST_IDLE and limits[i] < tolerance:
+                limits[i], idle[i] = min(10 * limits[i], tolerance), 0
+        going = [j for j, i in enumerate(on) if found[i] < wanted[i] and idle[i] < _MOST_IDLE]
+        if not going:
             break
+        if len(going) < len(on):
+            rows, on = torch.tensor(going, device=G1.device), [on[j] for j in going]
+            whole, rest = whole.take(rows), rest.take(rows)
+            G1, G2, known = G1[rows], G2[rows], known[rows]
+        # Two solutions with residuals up to the limit are the same token from the cosine `twin` on.
+        limit, twin = G1.new_tensor([(limits[i], 1 - min(3 * limits[i], 3e-3)) for i in on]).unbind(1)
         if near is not None and number == 0:
-            new = refine_guesses(mlp, whole, near, starts, steps, tolerance)
+            new = _refine_guesses(mlp, whole, near, starts, steps, tolerance)
         else:
-            α = start(mlp, rest, starts, draw)
+            of = [draws[i] for i in on]
+            α = _start(mlp, rest, starts, of)
             if usual is not None:
-                chosen = torch.randperm(len(usual), generator=draw)[: starts // 2].to(usual.device)
-                α = torch.cat([α[: starts - len(chosen)], usual[chosen].double() @ rest.u.mT])
+                chosen = torch.stack([torch.randperm(len(usual), generator=draw)[: starts // 2] for draw in of])
+                images = usual[chosen.to(usual.device)].double() @ rest.u.mT
+                α = torch.cat([α[:, : starts - chosen.shape[1]], images], 1)
             α = refine(rough, rest.float(), α.float(), steps).double()  # on all units: drawn starts need them
-            new = distinct(mlp, rest, α, tolerance, _twin(limit))
+            new = _distinct(mlp, rest, α, tolerance, twin)
             α = settle(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient
-            new = distinct(mlp, whole, α, limit, _twin(limit))
-        if len(found):
-            new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
-        new = new[: most - len(found)]
-        few = starts // _STARTS_PER_TOKEN if limit < tolerance else 0
-        idle = 0 if len(new) > few else idle + 1
-        if len(new):
-            found = torch.cat([found, new])
-            for some in new.split(starts):
-                ε, δ = (torch.cat(both) for both in zip((ε, δ), backward(mlp, whole, some), strict=True))
-            Q_ε, Q_δ = torch.linalg.qr(ε.mT).Q, torch.linalg.qr(δ.mT).Q
-            rest = whole.without(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), count - len(found))
-    if len(found):
-        residual = outside(mlp, whole, found @ whole.u.mT)
-    return Separated(found, residual, most)
+            new = _distinct(mlp, whole, α, limit, twin)
+        old = (_unit(new) @ _unit(known[..., :d]).mT >= twin[:, None, None]).any(2)
+        fresh = ~old & ~new[..., 0].isnan()
+        room = torch.tensor([wanted[i] - found[i] for i in on], device=G1.device)
+        new, counts = packed(new, fresh & (fresh.cumsum(1) <= room[:, None]))
+        for i, n in zip(on, counts, strict=True):
+            few = starts // _STARTS_PER_TOKEN if limits[i] < tolerance else 0
+            idle[i] = 0 if n > few else idle[i] + 1
+            found[i] += n
+        if any(counts):
+            parts = [torch.cat([some, *backward(mlp, whole, some)], 2) for some in new.split(starts, 1)]
+            known = torch.cat([known, *parts], 1)
+            known, _ = packed(known, ~known[..., 0].isnan())
+            for i, own in zip(on, known, strict=True):
+                tokens[i] = own[: found[i], :d]
+            left = torch.tensor([ranks[i] - found[i] for i in on], device=G1.device)
+            rest = _left(whole, G1, G2, left, *known[..., d:].split([d, G1.shape[1]], 2))
+    u = pad_sequence(tokens, batch_first=True)
+    residual = outside(mlp, every, u @ every.u.mT)
+    return [Separated(own, off[: len(own)], n) for own, off, n in zip(tokens, residual, wanted, strict=True)]
 
 
 def remaining(
-    mlp: Mlp,
-    whole: Spans,
-    G1: Float[Tensor, "m d"],
-    G2: Float[Tensor, "d m"],
-    found: Float[Tensor, "f d"],
+    mlp: Mlp, whole: Spans, G1: Float[Tensor, "m d"], G2: Float[Tensor, "d m"], found: Float[Tensor, "f d"]
 ) -> Spans:
     """Return the spans of what found tokens leave of both gradients.
 
@@ -144,60 +157,64 @@ def remaining(
     """
     if not len(found):
         return whole
-    Q_ε, Q_δ = (torch.linalg.qr(each.mT).Q for each in backward(mlp, whole, found))
-    return whole.without(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), len(whole.u) - len(found))
+    return _left(whole, G1, G2, len(whole.u) - len(found), *backward(mlp, whole, found))
 
 
-def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor, "s n"]:
+def _left(
+    whole: Spans,
+    G1: Float[Tensor, "*b m d"],
+    G2: Float[Tensor, "*b d m"],
+    count: int | Int[Tensor, " b"],
+    ε: Float[Tensor, "*b f d"],
+    δ: Float[Tensor, "*b f m"],
+) -> Spans:
+    """Return the spans of what is left of both gradients, `count` products, without those of some ε and δ."""
+    Q_ε, Q_δ = (torch.linalg.qr(each.nan_to_num(0).mT).Q for each in (ε, δ))
+    Q_ε, Q_δ = (Q * ~each[..., None, :, 0].isnan() for Q, each in ((Q_ε, ε), (Q_δ, δ)))
+    return whole.without(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), count)
+
+
+def _start(mlp: Mlp, spans: Spans, number: int, draws: Sequence[Generator]) -> Float[Tensor, "b s n"]:
     """Draw coordinates α of points u = α T of LayerNorm's form: t of zero mean and unit variance.
 
     Along the directions of ∂W₁ they have variances σ. Random sums of its rows would have σ², from which weak tokens are
     missed, and with variances of 1 almost no token of a flat photograph is found.
-
-    Args:
-        mlp: the MLP, whose γ and β define t.
-        spans: the spans that are searched; T is their `u`.
-        number: number of points s.
-        draw: generator of the points.
     """
-    T = spans.u
-    P, c = T / mlp.γ, mlp.β / mlp.γ  # t = α P − c
-    mean = P.mean(1)
-    if mean.square().sum() <= 1e-10 * P.square().mean():  # where β = 0 and γ = 1, every point has zero mean
-        mean = torch.zeros_like(mean)
-    back = mean / mean.square().sum().clamp_min(torch.finfo(T.dtype).tiny)
+    T, d = spans.u, spans.u.shape[2]
+    P, c, counts = T / mlp.γ, mlp.β / mlp.γ, spans.real().sum(1)  # t = α P − c
+    mean = P.mean(2)
+    plain = mean.square().sum(1) <= 1e-10 / d * P.square().sum((1, 2)) / counts
+    mean = mean.where(~plain[:, None], 0)  # where β = 0 and γ = 1, every point has zero mean
+    back = mean / mean.square().sum(1, keepdim=True).clamp_min(torch.finfo(T.dtype).tiny)
     base = c.mean() * back
-    α = torch.randn(number, len(T), generator=draw, dtype=T.dtype).to(T.device) * spans.σ.sqrt()
-    α = α - (α @ mean)[:, None] * back
-    v, b = α @ P, base @ P - c
-    vv, vb, bb = v.square().sum(1), v @ b, b.square().sum() - T.shape[1]
-    return base + ((vb.square() - vv * bb).clamp_min(0).sqrt() - vb)[:, None] / vv[:, None] * α
+    each = zip(draws, counts.tolist(), strict=True)
+    drawn = [torch.randn(number, n, generator=draw, dtype=T.dtype).mT for draw, n in each]
+    α = pad_sequence([*drawn, drawn[0].new_zeros(T.shape[1], number)], batch_first=True)[:-1].mT.to(T.device)
+    α = α * spans.σ.sqrt()[:, None]
+    α = α - (α @ mean[..., None]) * back[:, None]
+    v, b = α @ P, base[:, None] @ P - c
+    vv, vb, bb = v.square().sum(2), (v @ b.mT)[..., 0], b.square().sum(2) - d
+    return base[:, None] + ((vb.square() - vv * bb).clamp_min(0).sqrt() - vb)[..., None] / vv[..., None] * α
 
 
-def refine_guesses(
+def _refine_guesses(
     mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, tolerance: float
-) -> Float[Tensor, "k d"]:
-    """Return the tokens that the guesses lead to; similar ones are kept apart, because their known spans differ.
-
-    Args:
-        mlp: the MLP whose inputs are sought.
-        whole: spans of the whole gradients.
-        near: the guesses, with the span that each token is known to lie in.
-        starts: number of guesses that are refined at once.
-        steps: steps of the Levenberg-Marquardt method in single precision, and as many again in double.
-        tolerance: the largest residual of a token; less is allowed if most results have far smaller ones.
-    """
+) -> Float[Tensor, "b k d"]:
+    """Return the tokens that the guesses lead to; similar ones are kept apart, because their known spans differ."""
     found: list[Tensor] = []
-    for u, base in zip(near.u.split(starts), near.base.split(starts), strict=True):
+    for u, base in zip(near.u.split(starts, 1), near.base.split(starts, 1), strict=True):
         of = Near(u, base, near.Q)
         α = settle(mlp, whole, u @ whole.u.mT, steps, of, FAR)
-        found.append(α[of.cosine(normalise(mlp, α @ whole.u)) > _SLOT_COSINE])
-    α = torch.cat(found)
-    usual = float(outside(mlp, whole, α).median()) if len(α) else 0.0
-    return distinct(mlp, whole, α, min(tolerance, max(_FIRST_TOLERANCE, _OUTLIER_FACTOR * usual)), _SAME_COSINE)
+        own = of.cosine(normalise(mlp, α @ whole.u)) > _SLOT_COSINE
+        found.append(α.where(own[..., None], torch.nan))
+    α = torch.cat(found, 1)
+    residual = outside(mlp, whole, α)
+    usual = residual.where(residual.isfinite(), torch.nan).nanmedian(1).values.nan_to_num(0)
+    limit = (_OUTLIER_FACTOR * usual).clamp_min(_FIRST_TOLERANCE).clamp_max(tolerance)
+    return _distinct(mlp, whole, α, limit, _SAME_COSINE)
 
 
-def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, " s"]:
+def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "*b s n"]) -> Float[Tensor, "*b s"]:
     """Return the residual of each u = α T as a token: |(I − P_h) h| / |h|, plus its deviation from LayerNorm's form.
 
     Args:
@@ -208,31 +225,28 @@ def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, "
     u = α @ spans.u
     h, _ = mlp.hidden(u)
     t = normalise(mlp, u)
-    off = (h - (h @ spans.h.mT) @ spans.h).norm(dim=1) / h.norm(dim=1)
-    return (off + t.mean(1).abs() + (t.square().mean(1) - 1).abs()).nan_to_num(torch.inf)
+    off = (h - (h @ spans.h.mT) @ spans.h).norm(dim=-1) / h.norm(dim=-1)
+    return (off + t.mean(-1).abs() + (t.square().mean(-1) - 1).abs()).nan_to_num(torch.inf)
 
 
-def distinct(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], limit: float, twin: float) -> Float[Tensor, "k d"]:
-    """Return the tokens u = α T with a residual below the limit, least residual first, each token once.
-
-    Args:
-        mlp: the MLP whose inputs the tokens are.
-        spans: the spans of tokens (T) and of hidden units.
-        α: coordinates of the candidates.
-        limit: the residual (`outside`) below which a candidate is a token.
-        twin: the cosine from which a candidate repeats one of smaller residual.
-    """
-    residual = outside(mlp, spans, α)
-    best = residual.argsort()
-    u = (α @ spans.u)[best[residual[best] < limit]]
-    twins = (_unit(u) @ _unit(u).mT >= twin).tril(-1).cpu()  # where a decision for each does not wait for a GPU
-    kept = torch.ones(len(u), dtype=torch.bool)
-    for i in range(len(u)):
-        kept[i] = not bool((twins[i] & kept).any())
-    return u[kept.to(u.device)]
+def _distinct(
+    mlp: Mlp, spans: Spans, α: Float[Tensor, "b s n"], limit: Tensor | float, twin: Tensor | float
+) -> Float[Tensor, "b k d"]:
+    """Return the tokens u = α T with a residual below the limit, least residual first, each token once."""
+    residual, best = outside(mlp, spans, α).sort(1)
+    u = (α @ spans.u).gather(1, best[..., None].expand(-1, -1, spans.u.shape[2]))
+    limit, twin = (torch.as_tensor(of, device=α.device).reshape(-1, 1) for of in (limit, twin))
+    twins = _unit(u) @ _unit(u).mT >= twin[..., None]
+    read = torch.cat([twins, (residual < limit)[..., None]], 2).cpu()  # decisions one by one do not wait for a GPU
+    twins, kept = read[..., :-1].numpy(), read[..., -1].numpy().copy()
+    for i in range(kept.shape[1]):
+        kept[:, i] &= ~(twins[:, i, :i] & kept[:, :i]).any(1)
+    return packed(u, torch.from_numpy(kept))[0]
 
 
-def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Tensor, "k d"], Float[Tensor, "k m"]]:
+def backward(
+    mlp: Mlp, whole: Spans, u: Float[Tensor, "*b k d"]
+) -> tuple[Float[Tensor, "*b k d"], Float[Tensor, "*b k m"]]:
     """Return the gradients in the MLP at tokens u, up to their length: ε of its output, and δ = act′ ⊙ W₂ᵀ ε.
 
     Args:
@@ -241,22 +255,18 @@ def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Ten
         u: tokens that were found.
     """
     _, slope = mlp.hidden(u)
-    V = slope[:, None] * (whole.ε @ mlp.W2)  # for each ε of the basis: k × n × m
-    along = V @ whole.δ.mT
+    n, real = whole.ε.shape[-2], whole.real()[..., None, :]
+    V = slope[..., None, :] * (whole.ε @ mlp.W2)[..., None, :, :]  # for each ε of the basis: k × n × m
+    along = (V.flatten(-3, -2) @ whole.δ.mT).unflatten(-2, (-1, n))
     N = V @ V.mT - along @ along.mT  # its least eigenvalue is zero, and inverse iteration finds the vector
-    L = torch.linalg.cholesky(
-        N + 1e-13 * N.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(len(whole.u)).to(N)
-    )
-    c = torch.ones_like(N[..., :1])
+    diagonal = N.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(torch.where(real, 1e-13 * (diagonal.sum(-1) / real.sum(-1))[..., None], 1))
+    L = torch.linalg.cholesky_ex(N)[0]
+    c = torch.ones_like(N[..., :1]) * real[..., None]
     for _ in range(_INVERSE_STEPS):
-        c = torch.nn.functional.normalize(torch.cholesky_solve(c, L), dim=1)
-    return (c.mT @ whole.ε)[:, 0], (c.mT @ V)[:, 0]
+        c = torch.nn.functional.normalize(torch.cholesky_solve(c, L), dim=-2)
+    return c[..., 0] @ whole.ε, (c.mT @ V)[..., 0, :]
 
 
-def _twin(limit: float) -> float:
-    """Return the cosine from which two solutions with residuals up to the limit are the same token."""
-    return 1 - min(3 * limit, 3e-3)
-
-
-def _unit(u: Float[Tensor, "s d"]) -> Float[Tensor, "s d"]:
-    return torch.nn.functional.normalize(u, dim=1)
+def _unit(u: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b s d"]:
+    return torch.nn.functional.normalize(u, dim=-1)

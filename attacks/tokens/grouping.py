@@ -11,13 +11,10 @@ from privlab.attacks.tokens.slots import Linear, Slots, projection
 from privlab.base import linear_sum_assignment
 from privlab.victims import PreNormBlock, VictimModel
 
-__all__ = ["by_image", "group_patches", "heads", "memberships"]
-
 _RIDGE = 1e-5
 """Weight, relative to the equations', that draws a share to 1/B; it decides for tokens that receive no attention."""
 
-_ROUNDS = 20
-"""The most rounds of the vote, which is stable after two or three."""
+_ROUNDS = 20  # the most rounds of the vote, which is stable after two or three
 
 
 @torch.no_grad()
@@ -36,9 +33,9 @@ def by_image(model: VictimModel, block: PreNormBlock, slots: Slots, linear: Line
     f, prefix, (W, b) = int((linear.slot >= p).sum()), known_tokens(model)[0], projection(model)
     ns, first = linear.slot[:f] - p, linear.slot[f:]
     z = (slots.known[ns] + linear.c[:f] @ slots.Y) @ W.mT + b + slots.pe[ns]
-    share = memberships(block, prefix, z, torch.cat([z, prefix[first]]), linear.mixed, images)
+    share = _memberships(block, prefix, z, torch.cat([z, prefix[first]]), linear.mixed, images)
     alike = slots.alike[ns]
-    group = group_patches(share[:f], ns.masked_fill(alike, -1), images, alike=int(slots.alike.sum()))
+    group = _group_patches(share[:f], ns.masked_fill(alike, -1), images, alike=int(slots.alike.sum()))
     members = one_hot(group, images).to(z)
     of_first = _by_slot(share[f:] @ members / members.sum(0).clamp_min(1), first, 0)
     group, places = torch.cat([group, of_first]), slots.alike.nonzero()[:, 0] + p
@@ -50,7 +47,7 @@ def by_image(model: VictimModel, block: PreNormBlock, slots: Slots, linear: Line
 
 
 @torch.no_grad()
-def memberships(
+def _memberships(
     block: PreNormBlock,
     prefix: Float[Tensor, "p d"],
     z: Float[Tensor, "f d"],
@@ -63,14 +60,6 @@ def memberships(
     Attention gives token i, in each head, o_i = Σ_l w_il v_l / Σ_l w_il over its own image, w_il = exp(q_i · k_l). So
     Σ_l m_l w_il (v_l − o_i) = 0 over all images, where m_l marks the tokens of the image of i: D equations, linear in
     m, in which class and register tokens, the same in all images, have m = 1.
-
-    Args:
-        block: the first block, in float64.
-        prefix: class and register tokens, before the block.
-        z: embedded patches, all of the release.
-        asking: embedded tokens: those of z first, which have a share of one in their own images.
-        mixed: output of attention for each of these before its projection.
-        images: number of images B of the release.
     """
     attn, p, f = block.attn, len(prefix), len(z)
     assert isinstance(attn, Attention)
@@ -91,7 +80,7 @@ def memberships(
     return shares
 
 
-def group_patches(
+def _group_patches(
     share: Float[Tensor, "f f"], slot: Int[Tensor, " f"], images: int, *, alike: int = 0
 ) -> Int[Tensor, " f"]:
     """Return the image, 0 to B − 1, of each patch, such that no image has two patches in one slot.
@@ -99,12 +88,6 @@ def group_patches(
     The vote of two patches is the sum of their shares in each other's image, less 1/B each. The patch with the largest
     votes represents the first image, and for each further image the patch with the least vote for the earlier ones. All
     patches are assigned slot by slot, and then again by the votes of each group, until that changes nothing.
-
-    Args:
-        share: share of each patch in the image of each other one, as `memberships` returns it.
-        slot: slot of each patch; −1 for one of the slots that nothing tells apart.
-        images: number of images B of the release.
-        alike: number of slots that nothing tells apart, which is the room of −1 in each image.
     """
     vote = share.clamp(0, 1) - 1 / images
     vote = vote + vote.mT - 2 * vote.diagonal().diag()
@@ -123,12 +106,7 @@ def group_patches(
 
 
 def heads(block: PreNormBlock, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of tokens, head by head: each is h × t × d/h.
-
-    Args:
-        block: the first block, whose attention is timm's own.
-        z: embedded tokens, before the block.
-    """
+    """Return queries, keys and values of tokens, head by head: each is h × t × d/h."""
     attn = block.attn
     assert isinstance(attn, Attention)
     q, k, v = attn.qkv(block.norm1(z)).view(len(z), 3, attn.num_heads, attn.head_dim).permute(1, 2, 0, 3)

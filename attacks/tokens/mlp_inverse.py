@@ -8,27 +8,20 @@ from torch import Tensor
 
 from privlab.attacks.tokens.spans import Mlp
 
-__all__ = ["InputLaw", "Inverted", "invert_mlp"]
-
-_RIDGE = 1e-3
-"""Is added to the variances of inputs, relative to their mean: the bundled photographs are few."""
+_RIDGE = 1e-3  # is added to the variances of inputs, relative to their mean: the bundled photographs are few
 
 _LEVELS = ((1.0, 8, 6), (0.1, 8, 3), (0.01, 10, 1), (1e-3, 20, 1), (1e-4, 20, 1), (1e-5, 20, 1))
 """Room for a residual, in units of the outputs' root mean square; the most steps, and the starts of an output that are
 kept afterwards, least residual first."""
 
-_SINGLE = 0.05
-"""Room from which on single precision is enough."""
-
-_FOUND = 3e-5
-"""Relative residual up to which an input is found; beyond, the search is made again with all starts kept."""
+_SINGLE = 0.05  # room from which on single precision is enough
+_FOUND = 3e-5  # relative residual up to which an input is found; beyond, the search is made again with all starts kept
 
 _FIRST_DAMPING, _LEAST_DECREASE = 1e-3, 1e-3
 """The first damping, relative to the mean diagonal of Jᵀ J, and the share by which a step must lower the cost of one of
 the starts for another to follow."""
 
-_CHUNK = 96
-"""Starts that are searched from at once."""
+_CHUNK = 96  # starts that are searched from at once
 
 
 class InputLaw(NamedTuple):
@@ -151,7 +144,7 @@ def _descend(
     """Minimise |W₂ act(base + W w) − target|² / room² + |w|² for each start, and return |…| too."""
 
     def at(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a, slope = _activate(mlp, base + w @ W.mT)
+        a, slope = mlp.activate(base + w @ W.mT)
         r = (a @ mlp.W2.mT - target) / room
         return r, slope, r.square().sum(1) + w.square().sum(1)
 
@@ -173,12 +166,3 @@ def _descend(
         if not much:
             break
     return w, r.norm(dim=1) * room
-
-
-def _activate(mlp: Mlp, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return act(a) and act′(a)."""
-    with torch.enable_grad():
-        a = a.requires_grad_()
-        h = mlp.act(a)
-        (slope,) = torch.autograd.grad(h.sum(), a)
-    return h.detach(), slope

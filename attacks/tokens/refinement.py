@@ -1,16 +1,15 @@
 """From starts to tokens: the Levenberg-Marquardt method on few hidden units, then the Gauss-Newton method on all."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers import conjugate_gradients
-from privlab.attacks.tokens.spans import Mlp, Near, Spans
-
-__all__ = ["CLOSE", "FAR", "refine", "roughen", "settle"]
+from privlab.attacks.tokens.spans import Index, Mlp, Near, Spans
 
 _MOST_IDLE, _LEAST_DECREASE = 8, 0.01
 """A start ends after so many steps in a row that lower its cost by less than this share, or once none can be expected.
@@ -18,8 +17,7 @@ _MOST_IDLE, _LEAST_DECREASE = 8, 0.01
 Rejected steps, after which damping rises, may lead to progress again; where the linear model has none to offer, the
 start has arrived."""
 
-_ROUNDING = 32
-"""A residual below so many units of rounding is zero."""
+_ROUNDING = 32  # a residual below so many units of rounding is zero
 
 FAR, CLOSE = 1e-2, 1e-4
 """The first damping, relative to the mean diagonal of Jᵀ J: of a draw or a guess, and of what may be a token."""
@@ -38,23 +36,21 @@ _FACTOR_RIDGE = 1e-5
 
 
 class _Point(NamedTuple):
-    """act′ at α, the residuals there, of h, of LayerNorm's form and of what is known of t (zero or more), and t."""
+    """act′ / size at α, the residuals there of h, of LayerNorm's form and of what is known of t, together, and t."""
 
-    slope: Float[Tensor, "s m"]
-    r: Float[Tensor, "s m"]
-    form: Float[Tensor, "s 2"]
-    off: Float[Tensor, "s _"]
-    t: Float[Tensor, "s d"]
+    slope: Float[Tensor, "b s m"]
+    r: Float[Tensor, "b s _"]
+    t: Float[Tensor, "b s d"]
 
-    def cost(self) -> Float[Tensor, " s"]:
+    def cost(self) -> Float[Tensor, "b s"]:
         """Return the sum of the squared residuals."""
-        return self.r.square().sum(1) + self.form.square().sum(1) + self.off.square().sum(1)
+        return self.r.square().sum(2)
 
-    def where(self, better: Tensor, old: "_Point") -> "_Point":
+    def where(self, better: Bool[Tensor, "b s"], old: "_Point") -> "_Point":
         """Return this point where it is better, else the old one."""
-        return _Point(*(torch.where(better[:, None], a, b) for a, b in zip(self, old, strict=True)))
+        return _Point(*(torch.where(better[..., None], a, b) for a, b in zip(self, old, strict=True)))
 
-    def take(self, rows: Tensor) -> "_Point":
+    def take(self, rows: Index) -> "_Point":
         """Return some of the starts."""
         return _Point(*(part[rows] for part in self))
 
@@ -63,104 +59,133 @@ class _Point(NamedTuple):
 class _Equations:
     """|(I − P_h) act(W₁ u + b₁)|² / size² + |mean t|² + (|t|²/d − 1)² of u = α T, and |off t|² / d with `near`.
 
-    Its Jacobian is never made: Jᵀ J = Mᵀ A (I − P_h) A M / size² and so on, with M = W₁ Tᵀ and A = diag(act′).
+    These are the equations of several releases, each with spans of its own. The Jacobian is never made: Jᵀ J =
+    Mᵀ A (I − P_h) A M + …, with M = W₁ Tᵀ and A = diag(act′) / size.
     """
 
     mlp: Mlp
-    spans: Spans
     near: Near | None
-    size: Tensor
-    M: Float[Tensor, "m n"]
-    P: Float[Tensor, "n d"]
+    size: Float[Tensor, "b 1 1"]
+    H: Float[Tensor, "b n m"]
+    M: Float[Tensor, "b n m"]
+    P: Float[Tensor, "b n d"]
+    real: Bool[Tensor, "b n"]
 
     @classmethod
-    def of(cls, mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], near: Near | None) -> "_Equations":
-        """Return the equations, with the usual length of h at the starts α for unit."""
-        T = spans.u
-        size = mlp.hidden(α @ T)[0].norm(dim=1).median() if len(α) else T.new_ones(())
-        return cls(mlp, spans, near, size, mlp.W1 @ T.mT, T / mlp.γ)
+    def of(cls, mlp: Mlp, spans: Spans, α: Float[Tensor, "b s n"], near: Near | None) -> "_Equations":
+        """Return the equations, with the usual length of h at the starts α of each release for unit."""
+        M, P = spans.u @ mlp.W1.mT, spans.u / mlp.γ
+        size = M.new_ones(len(M), 1, 1)
+        if α.shape[1]:
+            size = mlp.activate(torch.bmm(α, M) + mlp.b1)[0].norm(dim=2).nanmedian(1).values[:, None, None]
+        return cls(mlp, near, size, spans.h, M, P, spans.real())
 
-    def take(self, rows: Tensor) -> "_Equations":
-        """Return the equations of some of the starts."""
-        return self if self.near is None else replace(self, near=self.near.take(rows))
+    def take(self, releases: Index, rows: Index) -> "_Equations":
+        """Return the equations of the starts in some rows of some of the releases."""
+        near = None if self.near is None else self.near.take(releases, rows)
+        parts = (part[releases] for part in (self.size, self.H, self.M, self.P, self.real))
+        return _Equations(self.mlp, near, *parts)
 
-    def at(self, α: Float[Tensor, "s n"]) -> _Point:
+    def at(self, α: Float[Tensor, "b s n"]) -> _Point:
         """Return the residuals at α."""
-        (h, slope), H, d = self.mlp.hidden(α @ self.spans.u), self.spans.h, self.P.shape[1]
-        t = α @ self.P - self.mlp.β / self.mlp.γ
-        form = torch.stack([t.mean(1), t.square().mean(1) - 1], 1)
-        off = t[:, :0] if self.near is None else self.near.off(t) / d**0.5
-        return _Point(slope, (h - (h @ H.mT) @ H) / self.size, form, off, t)
+        (h, slope), d = self.mlp.activate(torch.bmm(α, self.M) + self.mlp.b1), self.P.shape[2]
+        t = torch.bmm(α, self.P) - self.mlp.β / self.mlp.γ
+        r = [self._outside(h) / self.size, t.mean(2, keepdim=True), t.square().mean(2, keepdim=True) - 1]
+        r += [] if self.near is None else [self.near.off(t) / d**0.5]
+        return _Point(slope / self.size, torch.cat(r, 2), t)
 
-    def gradient(self, at: _Point) -> Float[Tensor, "s n"]:
+    def gradient(self, at: _Point) -> Float[Tensor, "b s n"]:
         """Return Jᵀ r, half the gradient of the cost."""
-        g = (at.slope * at.r) @ self.M / self.size + (at.form[:, None] @ self._form(at))[:, 0]
-        return g if self.near is None else g + at.off @ self.P.mT / self.P.shape[1] ** 0.5
+        m, d = self.M.shape[2], self.P.shape[2]
+        r, mean, length, off = at.r.split([m, 1, 1, at.r.shape[2] - m - 2], 2)
+        of_t = (mean + 2 * length * at.t) / d
+        of_t = of_t if self.near is None else of_t + off / d**0.5
+        return torch.bmm(at.slope * r, self.M.mT) + torch.bmm(of_t, self.P.mT)
 
-    def normal(self, at: _Point) -> Float[Tensor, "s n n"]:
+    def normal(self, at: _Point) -> Float[Tensor, "b s n n"]:
         """Return Jᵀ J."""
-        J, J_form, d = at.slope[..., None] * (self.M / self.size), self._form(at), self.P.shape[1]
-        H_J = self.spans.h @ J
-        N = J.mT @ J - H_J.mT @ H_J + J_form.mT @ J_form
+        J = at.slope[:, :, None] * self.M[:, None]
+        b, s, n, _ = J.shape
+        H_J = torch.bmm(J.flatten(1, 2), self.H.mT).view(b * s, n, n)
+        J = J.flatten(0, 1)
+        N = torch.baddbmm(torch.bmm(J, J.mT), H_J, H_J.mT, alpha=-1).view(b, s, n, n)
+        length = 2 / self.P.shape[2] * torch.bmm(at.t, self.P.mT)
+        return N + torch.addcmul(self._of_all_points, length[..., None], length[:, :, None])
+
+    @cached_property
+    def _of_all_points(self) -> Float[Tensor, "b _ n n"]:
+        """The terms of Jᵀ J that do not depend on α."""
+        mean = self.P.mean(2)
+        N = (mean[..., None] * mean[:, None])[:, None]
         if self.near is None:
             return N
-        P, along = self.P - (self.P @ self.near.Q) @ self.near.Q.mT, self.near.base @ self.P.mT
-        return N + (P @ P.mT - along[:, :, None] * along[:, None]) / d
+        P, along = self.P - (self.P @ self.near.Q) @ self.near.Q.mT, torch.bmm(self.near.base, self.P.mT)
+        return N + ((P @ P.mT)[:, None] - along[..., None] * along[:, :, None]) / self.P.shape[2]
 
-    def product(self, at: _Point, p: Float[Tensor, "s n"]) -> Float[Tensor, "s n"]:
+    def product(self, at: _Point, p: Float[Tensor, "b s n"]) -> Float[Tensor, "b s n"]:
         """Return Jᵀ J p."""
-        H, J_form, d = self.spans.h, self._form(at), self.P.shape[1]
-        h = at.slope * (p @ self.M.mT)
-        h = at.slope * (h - (h @ H.mT) @ H)
-        q = h @ self.M / self.size.square() + ((p[:, None] @ J_form.mT) @ J_form)[:, 0]
-        return q if self.near is None else q + self.near.off(p @ self.P) @ self.P.mT / d
+        d, of_t = self.P.shape[2], torch.bmm(p, self.P)
+        of_h = at.slope * self._outside(at.slope * torch.bmm(p, self.M))
+        turned = of_t.mean(2, keepdim=True) + 4 / d * (at.t * of_t).sum(2, keepdim=True) * at.t
+        turned = turned if self.near is None else turned + self.near.off(of_t)
+        return torch.bmm(of_h, self.M.mT) + torch.bmm(turned, self.P.mT) / d
 
-    def _form(self, at: _Point) -> Float[Tensor, "s 2 n"]:
-        mean, d = self.P.mean(1), self.P.shape[1]
-        return torch.stack([mean.expand(len(at.t), -1), 2 / d * (at.t @ self.P.mT)], 1)
+    def damped(self, N: Float[Tensor, "b s n n"], share: Float[Tensor, "b s"] | float) -> Float[Tensor, "b s n n"]:
+        """Return the Cholesky factors of N and a share of its mean diagonal, or one in rows of zeros."""
+        diagonal, real = N.diagonal(dim1=2, dim2=3), self.real[:, None]
+        mean = share * diagonal.sum(2) / real.sum(2)
+        diagonal.add_(mean[..., None].where(real, 1))
+        return torch.linalg.cholesky_ex(N)[0]
+
+    def _outside(self, h: Float[Tensor, "b s m"]) -> Float[Tensor, "b s m"]:
+        return torch.baddbmm(h, torch.bmm(h, self.H.mT), self.H, alpha=-1)
 
 
 def refine(
-    mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int, near: Near | None = None, damping: float = FAR
-) -> Float[Tensor, "s n"]:
+    mlp: Mlp, spans: Spans, α: Float[Tensor, "*b s n"], steps: int, near: Near | None = None, damping: float = FAR
+) -> Float[Tensor, "*b s n"]:
     """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, for each start by itself.
 
-    With `near`, the squared share of t outside its known span is added, with the same weight.
+    With `near`, the squared share of t outside its known span is added, with the same weight. A start of NaN stays one.
 
     Args:
         mlp: the MLP, in the precision of the search.
-        spans: the spans of tokens (T) and of hidden units (P_h), in that precision.
+        spans: the spans of tokens (T) and of hidden units (P_h), in that precision, of one release or of several.
         α: coordinates of the starts.
         steps: the most steps of the Levenberg-Marquardt method.
         near: spans that the t of each start is known to lie in, in that precision.
         damping: of the first step, relative to the mean diagonal of Jᵀ J.
     """
-    equations, eye = _Equations.of(mlp, spans, α, near), torch.eye(α.shape[1]).to(α)
-    at, done, live = equations.at(α), α.clone(), torch.arange(len(α), device=α.device)
+    if α.dim() == 2:
+        return refine(mlp, spans.take(None), α[None], steps, near and near.take(None, None), damping)[0]
+    equations, done = _Equations.of(mlp, spans, α, near), α.clone()
+    at = equations.at(α)
     cost = at.cost()
-    λ, idle = torch.full_like(cost, damping), torch.zeros_like(live)
+    λ, idle, live = torch.full_like(cost, damping), torch.zeros_like(cost), torch.ones_like(cost, dtype=torch.bool)
+    places = tuple(torch.meshgrid(*(torch.arange(k, device=α.device) for k in cost.shape), indexing="ij"))
     for _ in range(steps):
-        N = equations.normal(at)
-        damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * eye
-        L = torch.linalg.cholesky_ex(N + damp)[0]
+        L = equations.damped(equations.normal(at), λ)
         g = equations.gradient(at)
         step = torch.cholesky_solve(g[..., None], L)[..., 0]
         next_α = α - step
         next_at = equations.at(next_α)
         next_cost = next_at.cost()
-        better = next_cost < cost  # false for nan
+        better = (next_cost < cost) & live  # false for nan
         idle = torch.where(next_cost < (1 - _LEAST_DECREASE) * cost, 0, idle + 1)
-        expected = (g * step).sum(1) > _LEAST_DECREASE / 2 * cost  # the linear model gains once to twice as much
-        α, at = torch.where(better[:, None], next_α, α), next_at.where(better, at)
+        expected = (g * step).sum(2) > _LEAST_DECREASE / 2 * cost  # the linear model gains once to twice as much
+        α, at = torch.where(better[..., None], next_α, α), next_at.where(better, at)
         cost, λ = torch.where(better, next_cost, cost), torch.where(better, λ / 5, λ * 4)
-        done[live] = α
-        more = expected & (idle < _MOST_IDLE) & (cost > (_ROUNDING * torch.finfo(cost.dtype).eps) ** 2)
-        rows = more.nonzero()[:, 0]
-        if not len(rows):
+        done[places] = α
+        live = live & expected & (idle < _MOST_IDLE) & (cost > (_ROUNDING * torch.finfo(cost.dtype).eps) ** 2)
+        counts = live.sum(1).tolist()
+        if not any(counts):
             break
-        if len(rows) < len(live):
-            live, α, at, cost, λ, idle = live[rows], α[rows], at.take(rows), cost[rows], λ[rows], idle[rows]
-            equations = equations.take(rows)
+        if max(counts) < α.shape[1] or not all(counts):
+            going = torch.tensor([i for i, count in enumerate(counts) if count], device=α.device)
+            rows = going[:, None], live.int().argsort(dim=1, descending=True, stable=True)[going, : max(counts)]
+            equations, at = equations.take(slice(None) if all(counts) else going, rows), at.take(rows)
+            α, cost, λ, idle, live = (of[rows] for of in (α, cost, λ, idle, live))
+            places = tuple(place[rows] for place in places)
     return done
 
 
@@ -169,17 +194,17 @@ def roughen(mlp: Mlp, spans: Spans) -> tuple[Mlp, Spans]:
 
     act(W₁ u + b₁) ∈ span{h_n} holds in any units. Which these are does not matter: units have no order.
     """
-    units = max(_UNITS_PER_TOKEN * len(spans.u), _LEAST_UNITS)
+    units = max(_UNITS_PER_TOKEN * spans.u.shape[-2], _LEAST_UNITS)
     if units < len(mlp.b1):
-        H = torch.linalg.qr(spans.h[:, :units].mT).Q.mT
+        H = torch.linalg.qr(spans.h[..., :units].mT).Q.mT * spans.real()[..., None]
         mlp = Mlp(mlp.γ, mlp.β, mlp.W1[:units], mlp.b1[:units], mlp.W2[:, :units], mlp.act)
-        spans = spans._replace(h=H, δ=spans.δ[:, :units])
+        spans = spans._replace(h=H, δ=spans.δ[..., :units])
     return mlp.to(torch.float32), spans.float()
 
 
 def settle(
-    mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int, near: Near | None = None, damping: float = CLOSE
-) -> Float[Tensor, "s n"]:
+    mlp: Mlp, spans: Spans, α: Float[Tensor, "*b s n"], steps: int, near: Near | None = None, damping: float = CLOSE
+) -> Float[Tensor, "*b s n"]:
     """Minimise the same as `refine`: roughly first, then on all units in double precision by the Gauss-Newton method.
 
     Each of its steps is solved by conjugate gradients: a product with Jᵀ J costs a hundredth of making it. The
@@ -187,21 +212,21 @@ def settle(
 
     Args:
         mlp: the MLP, in float64.
-        spans: the spans of tokens and of hidden units.
+        spans: the spans of tokens and of hidden units, of one release or of several.
         α: coordinates of the starts.
         steps: the most steps of the Levenberg-Marquardt method.
         near: spans that the t of each start is known to lie in.
         damping: of the first step of the rough search.
     """
+    if α.dim() == 2:
+        return settle(mlp, spans.take(None), α[None], steps, near and near.take(None, None), damping)[0]
     rough, coarse = roughen(mlp, spans)
     near_rough = None if near is None else near.float()
     α = refine(rough, coarse, α.float(), steps, near_rough, damping).to(α)
     start = _Equations.of(rough, coarse, α.float(), near_rough)
-    N = start.normal(start.at(α.float()))
-    damp = (_FACTOR_RIDGE * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * torch.eye(N.shape[1]).to(N)
-    L = torch.linalg.cholesky_ex(N + damp)[0]
+    L = start.damped(start.normal(start.at(α.float())), _FACTOR_RIDGE)
     equations = _Equations.of(mlp, spans, α, near)
-    at = equations.at(α)
+    at, going = equations.at(α), torch.ones_like(α[:, :1, 0], dtype=torch.bool)
     for _ in range(_SETTLING_STEPS):
         old = at
         step = conjugate_gradients(
@@ -212,8 +237,10 @@ def settle(
         )
         next_α = α + step[..., 0]
         next_at = equations.at(next_α)
-        better, much = next_at.cost() < at.cost(), next_at.cost() < (1 - _LEAST_DECREASE) * at.cost()
-        α, at = torch.where(better[:, None], next_α, α), next_at.where(better, at)
-        if not bool(much.any()):
+        cost, next_cost = at.cost(), next_at.cost()
+        better = (next_cost < cost) & going
+        α, at = torch.where(better[..., None], next_α, α), next_at.where(better, at)
+        going = (better & (next_cost < (1 - _LEAST_DECREASE) * cost)).any(1, keepdim=True)
+        if not bool(going.any()):
             break
     return α

@@ -1,6 +1,5 @@
 """The search for tokens that attacks on the first block share: its options, and what it found."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,11 +10,10 @@ from torch import Tensor
 
 from privlab.attacks.tokens.equations import Separated, separate
 from privlab.attacks.tokens.spans import Mlp, Near
-from privlab.base import PrivlabError, PrivlabWarning, draw_for
+from privlab.base import AtLeast0, AtLeast1, Fraction, check_options, check_range, draw_for, warn
+from privlab.images.photographs import photographs
 from privlab.threat import Observation
 from privlab.victims import PreNormBlock
-
-__all__ = ["FC1", "FC2", "TokenSearch"]
 
 FC1, FC2 = "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"
 
@@ -23,6 +21,16 @@ FC1, FC2 = "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"
 @dataclass(frozen=True)
 class TokenSearch:
     """The options of an attack that searches for tokens, and the search.
+
+    Args:
+        starts: random starts of the search for tokens in each round.
+        rounds: the most rounds of the search.
+        steps: steps of the Levenberg-Marquardt method in each search.
+        tolerance: the relative residual below which a solution may be a token.
+        sure: the relative residual below which a solution certainly is one.
+        sharpen: the most steps of the Gauss-Newton method.
+        inner: steps of conjugate gradients in each of them.
+        seed: seed of the starts.
 
     Raises:
         PrivlabError: if a number is out of range.
@@ -32,68 +40,63 @@ class TokenSearch:
     search: ClassVar[bool] = True
     at_full: ClassVar[Mapping[str, int]] = {"starts": 48, "rounds": 120}
 
-    starts: int = 24
-    rounds: int = 60
-    steps: int = 40
-    tolerance: float = 0.02
-    sure: float = 0.001
-    sharpen: int = 6
-    inner: int = 20
+    starts: AtLeast1 = 24
+    rounds: AtLeast1 = 60
+    steps: AtLeast1 = 40
+    tolerance: Fraction = 0.02
+    sure: Fraction = 0.001
+    sharpen: AtLeast0 = 6
+    inner: AtLeast1 = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the options."""
-        counts = (self.starts, self.rounds, self.steps, self.inner)
-        if min(counts) < 1 or self.sharpen < 0 or not 0 < self.sure <= self.tolerance < 1:
-            raise PrivlabError(
-                f"{self.name} takes starts, rounds, steps and inner ≥ 1, sharpen ≥ 0 and 0 < sure ≤ tolerance < 1. "
-                f"Found {', '.join(map(str, counts))}, {self.sharpen}, {self.sure:g} and {self.tolerance:g}."
-            )
+        check_options(self)
+        check_range(self.sure <= self.tolerance, f"sure of {self.name}", "at most tolerance", self.sure)
 
     def tokens(
         self,
         block: PreNormBlock,
         seen: Observation,
-        i: int,
+        releases: Sequence[int],
         count: int,
-        near: Near | None = None,
+        near: Sequence[Near | None] = (),
         usual: Float[Tensor, "p d"] | None = None,
         most: int | None = None,
-    ) -> Separated:
-        """Find the tokens of one release, from guesses first; none, if they are not fewer than the model's width.
+    ) -> list[Separated]:
+        """Find the tokens of releases, from guesses first; none, if they are not fewer than the model's width.
 
         Args:
             block: the first block, in float64.
             seen: the observation, with the gradients of the block's MLP.
-            i: number of the release.
-            count: number of tokens in the release: those of all its images, class and register tokens included.
-            near: guesses of some tokens, with what is known of each.
+            releases: numbers of the releases.
+            count: number of tokens in a release: those of all its images, class and register tokens included.
+            near: for each release, guesses of some tokens, with what is known of each.
             usual: tokens of other images, from which half of the starts are taken.
             most: the tokens after which the search ends; None for all of them.
 
         Warns:
             PrivlabWarning: if `count` is not less than the width.
         """
-        G1, G2 = (seen.gradients[name][i] for name in (FC1, FC2))
-        if count >= G1.shape[1]:
-            warnings.warn(
-                f"{self.name}: {count} tokens, but gradients of width {G1.shape[1]} tell at most {G1.shape[1] - 1} "
+        G1, G2 = (seen.gradients[name][releases] for name in (FC1, FC2))
+        if count >= (d := G1.shape[2]):
+            warn(
+                f"{self.name}: {count} tokens, but gradients of width {d} tell at most {d - 1} "
                 "apart. No token is found: a low score here is no evidence of privacy.",
-                PrivlabWarning,
-                stacklevel=4,
+                4,
             )
-            return Separated(G1.new_zeros(0, G1.shape[1]).double(), G1.new_zeros(0).double(), count)
+            return [Separated(G[:0].double(), G[:0, 0].double(), count) for G in G1]
         return separate(
             Mlp.of(block),
             G1,
             G2,
             count,
-            draw_for(self.seed, self.name, "starts"),
+            [draw_for(self.seed, self.name, "starts") for _ in releases],
             starts=self.starts,
             rounds=self.rounds,
             steps=self.steps,
             tolerance=self.tolerance,
-            near=near,
+            near=Near.of(near),
             usual=usual,
             most=most,
         )
@@ -104,3 +107,16 @@ class TokenSearch:
         sure = [int((each.residual < self.sure).sum()) for each in tokens]
         device = tokens[0].u.device
         return {"tokens": torch.tensor(found, device=device), "tokens_sure": torch.tensor(sure, device=device)}
+
+
+def mirrored(seen: Observation) -> Float[Tensor, "i c h w"]:
+    """Return the bundled photographs that may be used, and their mirror images."""
+    model = seen.model
+    images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
+    return torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
+
+
+@torch.no_grad()
+def tokens_of(block: PreNormBlock, embedded: Float[Tensor, "i t d"]) -> Float[Tensor, "i t d"]:
+    """Return what the block's MLP reads of embedded images, in float64."""
+    return torch.stack([block.norm2(z + block.attention(z)) for z in embedded.double()])

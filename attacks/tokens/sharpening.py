@@ -8,9 +8,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from privlab.attacks.solvers import conjugate_gradients
+from privlab.base import gradients_enabled
 from privlab.victims import PreNormBlock
-
-__all__ = ["sharpen_coordinates"]
 
 _LEAST_DECREASE = 0.1
 """Share by which a Gauss-Newton step must lower the squared residual to be followed by another one."""
@@ -22,45 +21,52 @@ _RIDGE = 1e-9
 def sharpen_coordinates(
     prefix: Float[Tensor, "p d"],
     block: PreNormBlock,
-    base: Float[Tensor, "n d"],
-    basis: Float[Tensor, "r d"],
-    target: Float[Tensor, "f d"],
-    places: Int[Tensor, " f"],
-    guesses: Sequence[Float[Tensor, "n r"]],
+    base: Float[Tensor, "*b n d"],
+    basis: Float[Tensor, "*b r d"],
+    target: Float[Tensor, "*b f d"],
+    places: Int[Tensor, "*b f"],
+    guesses: Sequence[Float[Tensor, "*b n r"]],
     steps: int,
     inner: int,
-) -> Float[Tensor, "n r"]:
+) -> Float[Tensor, "*b n r"]:
     """Minimise |u(base + B basis)[places] − target|² over B by the Gauss-Newton method, from the best guess.
 
     The residual and its gradient are in float64. Products with the Jacobian, which only lead from one to the next, are
-    in float32: they take half the time.
+    in float32: they take half the time. Several images take their steps together, each as many as it needs.
 
     Args:
         prefix: class and register tokens, before the block.
         block: the first block, in float64.
-        base: the known part of the embedded patches.
-        basis: the directions of what is unknown of them.
-        target: tokens u that were found.
-        places: their places among all tokens of the image, class and register tokens first.
+        base: the known part of the embedded patches, of one image or of several.
+        basis: the directions of what is unknown of them; rows of zeros follow where another image has more.
+        target: tokens u that were found, and any rows where another image has more.
+        places: their places among all tokens of the image, class and register tokens first; p + n of those rows.
         guesses: coordinates to start from; the best is taken.
         steps: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
     """
-    scale = target.norm(dim=1).mean()
+    if base.dim() == 2:
+        base, basis, target, places = base[None], basis[None], target[None], places[None]
+        guesses = [B[None] for B in guesses]
+        return sharpen_coordinates(prefix, block, base, basis, target, places, guesses, steps, inner)[0]
+    b, count, d = len(base), len(prefix) + base.shape[1], base.shape[2]
+    found = torch.zeros(b, count + 1, dtype=torch.bool, device=base.device).scatter(1, places, value=True)[:, :count]
+    target = base.new_zeros(b, count + 1, d).scatter(1, places[..., None].expand_as(target), target)[:, :count]
+    scale = (target.norm(dim=2).sum(1) / found.sum(1))[:, None, None]
     single = copy.deepcopy(block).float()
 
     def state(B: Tensor, block: PreNormBlock = block) -> Tensor:
-        z = torch.cat([prefix.to(B), base.to(B) + B @ basis.to(B)])
+        z = torch.cat([prefix.to(B).expand(b, -1, -1), base.to(B) + B @ basis.to(B)], 1)
         return z + block.attention(z)
 
     def residual(B: Tensor, block: PreNormBlock = block) -> Tensor:
-        return (block.norm2(state(B, block))[places] - target.to(B)) / scale.to(B)
+        return (block.norm2(state(B, block)) - target.to(B)).where(found[..., None], 0) / scale.to(B)
 
-    found = torch.zeros(len(prefix) + len(base), dtype=torch.bool, device=base.device)
-    found = found.index_fill(0, places, value=True)[len(prefix) :]
-    B = min(guesses, key=lambda B: float(residual(B).square().sum()))
+    costs = torch.stack([residual(B).square().sum((1, 2)) for B in guesses])
+    B = torch.stack(list(guesses))[costs.argmin(0), torch.arange(b, device=base.device)]
+    going = torch.ones_like(scale, dtype=torch.bool)
     for _ in range(steps):
-        with torch.enable_grad():
+        with gradients_enabled():
             B.requires_grad_()
             r, rough = residual(B), B.detach().float().requires_grad_()
             r_rough = residual(rough, single)
@@ -70,41 +76,41 @@ def sharpen_coordinates(
         def product(
             p: Tensor, r: Tensor = r_rough, pulled: Tensor = pulled, by: Tensor = weight, B: Tensor = rough
         ) -> Tensor:
-            (pushed,) = torch.autograd.grad(pulled, by, p[0], retain_graph=True)
-            return torch.autograd.grad(r, B, pushed, retain_graph=True)[0][None]
+            (pushed,) = torch.autograd.grad(pulled, by, p, retain_graph=True)
+            return torch.autograd.grad(r, B, pushed, retain_graph=True)[0]
 
         (slope,) = torch.autograd.grad(r, B, r.detach())
-        B, inverse = B.detach(), _inverse_of_own(block, state(B.detach())[len(prefix) :], basis, found, scale)
-        new = B + conjugate_gradients(product, -slope.float()[None], inner, inverse)[0].to(B)
-        if not residual(new).square().sum() < (1 - _LEAST_DECREASE) * r.square().sum():
+        B, v = B.detach(), state(B.detach())[:, len(prefix) :]
+        inverse = _inverse_of_own(block, v, basis, found[:, len(prefix) :], scale)
+        new = B + conjugate_gradients(product, -slope.float(), inner, inverse).to(B)
+        before, after = (of.square().sum((1, 2), keepdim=True) for of in (r.detach(), residual(new)))
+        going = going & (after < (1 - _LEAST_DECREASE) * before)
+        if not bool(going.any()):
             break
-        B = new
+        B = torch.where(going, new, B)
     return B.detach()
 
 
 def _inverse_of_own(
-    block: PreNormBlock, v: Float[Tensor, "n d"], basis: Float[Tensor, "r d"], found: Bool[Tensor, " n"], scale: Tensor
+    block: PreNormBlock,
+    v: Float[Tensor, "b n d"],
+    basis: Float[Tensor, "b r d"],
+    found: Bool[Tensor, "b n"],
+    scale: Float[Tensor, "b 1 1"],
 ) -> Callable[[Tensor], Tensor]:
     """Return the inverse of Jᵀ J without what attention carries from patch to patch: each patch moves its own token.
 
     With t of token v = z + a, J_n = (I − 1 1ᵀ/d − t tᵀ/d) diag(γ) / std(v). Patches without a token take the mean of
     the others, because nothing but attention tells of them.
-
-    Args:
-        block: the first block, whose second LayerNorm counts.
-        v: patch tokens before that LayerNorm.
-        basis: the directions in which patches can move.
-        found: patches whose token is known.
-        scale: the length that residuals are divided by.
     """
-    norm, d = block.norm2, v.shape[1]
+    norm, d, found = block.norm2, v.shape[2], found[..., None, None]
     assert isinstance(norm, nn.LayerNorm)
-    std = (v.var(1, correction=0) + norm.eps).sqrt()[:, None]
-    t, c = (v - v.mean(1, keepdim=True)) / std, basis - basis.mean(1, keepdim=True)
-    J = (c - (t @ c.mT)[..., None] * t[:, None] / d) * (norm.weight / std / scale)[:, None]
-    N = (J @ J.mT).where(found[:, None, None], 0)
-    N = N.where(found[:, None, None], N.sum(0) / found.sum().clamp_min(1))
-    ridge = (_RIDGE * N.diagonal(dim1=1, dim2=2).mean(1)).clamp_min(torch.finfo(N.dtype).tiny)
-    eye = torch.eye(len(basis), dtype=N.dtype, device=N.device)
-    L = torch.linalg.cholesky(N + ridge[:, None, None] * eye).float()
-    return lambda r: torch.cholesky_solve(r[0][..., None], L)[None, ..., 0]
+    std = (v.var(2, correction=0, keepdim=True) + norm.eps).sqrt()
+    t, c = (v - v.mean(2, keepdim=True)) / std, basis - basis.mean(2, keepdim=True)
+    J = (c[:, None] - (t @ c.mT)[..., None] * t[:, :, None] / d) * (norm.weight / std / scale)[:, :, None]
+    N = (J @ J.mT).where(found, 0)
+    N = N.where(found, N.sum(1, keepdim=True) / found.sum(1, keepdim=True).clamp_min(1))
+    ridge = (_RIDGE * N.diagonal(dim1=2, dim2=3).mean(2)).clamp_min(torch.finfo(N.dtype).tiny)
+    eye = torch.eye(basis.shape[1], dtype=N.dtype, device=N.device)
+    L = torch.linalg.cholesky(N + ridge[..., None, None] * eye).float()
+    return lambda r: torch.cholesky_solve(r[..., None], L)[..., 0]

@@ -1,38 +1,22 @@
 """From tokens to the patches behind them: slots are told apart, a linear solve follows, and attention sharpens it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from privlab.attacks.rows import known_tokens
+from privlab.attacks.rows import known_tokens, least_cost
 from privlab.attacks.tokens.sharpening import sharpen_coordinates
-from privlab.attacks.tokens.spans import UNIT_ROUNDOFF, Mlp, Near, normalise
-from privlab.base import linear_sum_assignment
+from privlab.attacks.tokens.spans import UNIT_ROUNDOFF, Mlp, Near, factors, normalise
 from privlab.threat import Observation
 from privlab.victims import PreNormBlock, VictimModel
 
-__all__ = [
-    "PROJ",
-    "QKV",
-    "Linear",
-    "Reads",
-    "Slots",
-    "Solved",
-    "embeddings_of_tokens",
-    "guesses",
-    "patches_of_tokens",
-    "projection",
-    "row_space",
-    "sharpen_patches",
-    "slots_of_tokens",
-]
-
 QKV, PROJ = "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"
 
-_SLOT_COSINE = 0.9
-"""Least cosine, beyond what attention may have added, of a token with the slot that it is put into."""
+_SLOT_COSINE = 0.9  # least cosine, beyond what attention may have added, of a token with the slot that it is put into
 
 _SPARE_SHARE = 1 / 8
 """Share of the D equations of a token that must be left over, for rounding, if these alone determine its unknowns."""
@@ -78,7 +62,7 @@ class Reads(NamedTuple):
 
 def row_space(G: Float[Tensor, "m d"], count: int) -> Float[Tensor, "n d"]:
     """Return an orthonormal basis of the row space of a sum of `count` products, without those that are rounding."""
-    _, σ, V = torch.linalg.svd(G.double(), full_matrices=False)
+    _, σ, V = factors(G.double())
     return V[: min(count, int((σ > UNIT_ROUNDOFF * σ[0]).sum()))]
 
 
@@ -104,33 +88,6 @@ class Linear(NamedTuple):
     def take(self, rows: Int[Tensor, " k"]) -> "Linear":
         """Return some of the rows."""
         return Linear(*(part[rows] for part in self))
-
-
-@torch.no_grad()
-def patches_of_tokens(
-    model: VictimModel,
-    block: PreNormBlock,
-    slots: Slots,
-    u: Float[Tensor, "f d"],
-    reads: Reads,
-    X: Float[Tensor, "n k"],
-    sharpen: int,
-    inner: int,
-) -> Solved:
-    """Return the patches whose tokens are among u, and those of X elsewhere.
-
-    Args:
-        model: the victim, whose patch embedding and prefix tokens are read.
-        block: its first block, in float64.
-        slots: the known part and the span of the patches, and their position embeddings.
-        u: tokens, in no order; the class token among them.
-        reads: the row spaces of the gradients of the first attention.
-        X: normalised patches to start from, which are also the result for slots without a token.
-        sharpen: the most steps of the Gauss-Newton method.
-        inner: steps of conjugate gradients in each of them.
-    """
-    linear = slots_of_tokens(model, block, slots, u, reads)
-    return sharpen_patches(model, block, slots, u, linear, X, sharpen, inner)
 
 
 @torch.no_grad()
@@ -214,7 +171,9 @@ def _equations(
     base, M = slots.known @ W.mT + b + slots.pe, torch.cat([V, free], 1)
     if M.shape[1] + 1 <= (1 - _SPARE_SHARE) * len(M):
         return base + b_p, M
-    unheard = _outside_heard(block, reads)
+    assert isinstance(block.norm1, nn.LayerNorm)
+    γ = block.norm1.weight  # the component of γ₁ ⊙ z outside the span of `heard` is zero
+    unheard = γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
     M = torch.cat([M, torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
     if M.shape[1] >= len(M) - len(reads.heard) - 1:
         return None
@@ -225,14 +184,14 @@ def _equations(
 def sharpen_patches(
     model: VictimModel,
     block: PreNormBlock,
-    slots: Slots,
-    u: Float[Tensor, "f d"],
-    linear: Linear,
-    X: Float[Tensor, "n k"],
+    slots: Sequence[Slots],
+    u: Sequence[Float[Tensor, "f d"]],
+    linear: Sequence[Linear],
+    X: Sequence[Float[Tensor, "n k"]],
     sharpen: int,
     inner: int,
-) -> Solved:
-    """Return the patches of one image by the Gauss-Newton method on c, with the block's own attention.
+) -> list[Solved]:
+    """Return the patches of images by the Gauss-Newton method on c, with the block's own attention.
 
     This removes the rounding errors of the spans. Where attention depends on places and some slots are known alike, it
     cannot be evaluated: the first estimate of c is the result then.
@@ -240,40 +199,45 @@ def sharpen_patches(
     Args:
         model: the victim, whose patch embedding and prefix tokens are read.
         block: its first block, in float64.
-        slots: the known part and the span of the patches, and their position embeddings.
-        u: tokens of the release, among which `linear` names its own.
-        linear: the tokens of the image and their slots, with the first estimate of c.
-        X: normalised patches to start from, which are also the result for slots without a token.
+        slots: for each image, the known part and the span of the patches, and their position embeddings.
+        u: for each image, tokens of the release, among which `linear` names its own.
+        linear: for each image, its tokens and their slots, with the first estimate of c.
+        X: for each image, normalised patches to start from, which are also the result for slots without a token.
         sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
     """
-    W, b = projection(model)
-    prefix = known_tokens(model)[0]
-    none = torch.zeros_like(X[:, 0], dtype=torch.bool)
-    of_patch = linear.slot >= len(prefix)
-    ns, c = linear.slot[of_patch] - len(prefix), linear.c[of_patch]
-    if not len(ns):
-        return Solved(X, none)
-    basis, R = torch.linalg.qr(W @ slots.Y.mT)
-    first = (X - slots.known) @ slots.Y.mT
-    guesses = [C @ R.mT for C in (first.index_put((ns,), c), first)]
-    if block.reads_places and bool(slots.alike.any()):
+    (W, b), prefix = projection(model), known_tokens(model)[0]
+    solved = [Solved(x, torch.zeros_like(x[:, 0], dtype=torch.bool)) for x in X]
+    some = [i for i, own in enumerate(linear) if bool((own.slot >= len(prefix)).any())]
+    if not some:
+        return solved
+    bases, Rs = zip(*(torch.linalg.qr(W @ slots[i].Y.mT) for i in some), strict=True)
+    found, solutions, firsts = [], [], []
+    for i, R in zip(some, Rs, strict=True):
+        of, own, of_patch = slots[i], linear[i], linear[i].slot >= len(prefix)
+        found.append(own.slot[of_patch] - len(prefix))
+        first = (X[i] - of.known) @ of.Y.mT
+        solutions.append(R @ first.index_put((found[-1],), own.c[of_patch]).mT)
+        firsts.append(R @ first.mT)
+    guesses = [pad_sequence(part, batch_first=True).mT for part in (solutions, firsts)]
+    if block.reads_places and any(bool(of.alike.any()) for of in slots):
         guesses, sharpen = guesses[:1], 0
-    z, places = slots.known @ W.mT + b + slots.pe, linear.slot
-    B = sharpen_coordinates(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
-    C = torch.linalg.solve_triangular(R, B.mT, upper=True).mT
-    found = none.index_fill(0, ns, value=True)
-    return Solved(torch.where(found[:, None], slots.known + C @ slots.Y, X), found)
+    z = torch.stack([slots[i].known @ W.mT + b + slots[i].pe for i in some])
+    basis = pad_sequence([basis.mT for basis in bases], batch_first=True)
+    targets = pad_sequence([u[i][linear[i].token] for i in some], batch_first=True)
+    nowhere = len(prefix) + z.shape[1]
+    places = pad_sequence([linear[i].slot for i in some], batch_first=True, padding_value=nowhere)
+    Bs = sharpen_coordinates(prefix, block, z, basis, targets, places, guesses, sharpen, inner)
+    for i, R, B, ns in zip(some, Rs, Bs, found, strict=True):
+        C = torch.linalg.solve_triangular(R, B[:, : len(R)].mT, upper=True).mT
+        known = solved[i].found.index_fill(0, ns, value=True)
+        solved[i] = Solved(torch.where(known[:, None], slots[i].known + C @ slots[i].Y, X[i]), known)
+    return solved
 
 
 @torch.no_grad()
 def embeddings_of_tokens(
-    model: VictimModel,
-    block: PreNormBlock,
-    u: Float[Tensor, "f d"],
-    reads: Reads,
-    sharpen: int,
-    inner: int,
+    model: VictimModel, block: PreNormBlock, u: Float[Tensor, "f d"], reads: Reads, sharpen: int, inner: int
 ) -> Float[Tensor, "p d"]:
     """Return the embeddings z of the patches among u, in no order, each up to an added constant, which nothing reads.
 
@@ -290,7 +254,7 @@ def embeddings_of_tokens(
         sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
     """
-    t, prefix, count = _centre(block, u), known_tokens(model)[0], model.grid[0] * model.grid[1]
+    t, prefix, count = _centre(block, u), known_tokens(model)[0], model.vit.patch_embed.num_patches
     W_p, b_p = _attention_adds(block)
     assert isinstance(block.norm1, nn.LayerNorm)
     mixed = torch.cat([W_p @ reads.mixed.mT, b_p[:, None]], 1)[:, : len(reads.mixed) + int(b_p.any())]
@@ -343,13 +307,6 @@ def _free_directions(block: PreNormBlock, reads: Reads) -> Float[Tensor, "d m"]:
     return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
 
 
-def _outside_heard(block: PreNormBlock, reads: Reads) -> Float[Tensor, "d d"]:
-    """Return the matrix that takes z to the component of γ₁ ⊙ z outside the span of `heard`, which is zero."""
-    assert isinstance(block.norm1, nn.LayerNorm)
-    γ = block.norm1.weight
-    return γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
-
-
 def _attention_adds(block: PreNormBlock) -> tuple[Float[Tensor, "d d"], Float[Tensor, " d"]]:
     """Return the matrix and the bias of attention's projection, with the block's layer scale in them."""
     assert isinstance(block.attn.proj, nn.Linear)
@@ -374,7 +331,7 @@ def _assign(
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
     """Return which tokens belong to which slots: the assignment of greatest cosine beyond Q."""
     cosine = _cosine(t, base, Q).nan_to_num(-1)
-    rows, columns = (torch.as_tensor(index, device=t.device) for index in linear_sum_assignment(-cosine.cpu()))
+    rows, columns = least_cost(-cosine)
     near = cosine[rows, columns] > _SLOT_COSINE
     return rows[near], columns[near]
 

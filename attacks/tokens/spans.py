@@ -1,20 +1,23 @@
 """The terms of token separation: the MLP of a block, the spans of its gradients' factors, what is known of tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from timm import layers
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from privlab.base import gradients_enabled, one_per_core
 from privlab.victims import PreNormBlock
-
-__all__ = ["UNIT_ROUNDOFF", "Mlp", "Near", "Spans", "normalise"]
 
 UNIT_ROUNDOFF = 2.0**-24
 """Singular values of a float32 gradient below this share of the largest one are rounding."""
+
+
+Index: TypeAlias = Tensor | slice | tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +53,12 @@ class Mlp:
 
     def hidden(self, u: Float[Tensor, "*s d"]) -> tuple[Float[Tensor, "*s m"], Float[Tensor, "*s m"]]:
         """Return h and act′ at tokens u."""
-        with torch.enable_grad():
-            a = (u @ self.W1.mT + self.b1).requires_grad_()
+        return self.activate(u @ self.W1.mT + self.b1)
+
+    def activate(self, a: Float[Tensor, "*s m"]) -> tuple[Float[Tensor, "*s m"], Float[Tensor, "*s m"]]:
+        """Return act and act′ at a = W₁ u + b₁."""
+        with gradients_enabled():
+            a = a.requires_grad_()
             h = self.act(a)
             (slope,) = torch.autograd.grad(h.sum(), a)
         return h.detach(), slope
@@ -62,20 +69,35 @@ def normalise(mlp: Mlp, u: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
     return (u - mlp.β) / mlp.γ
 
 
+def factors(G: Float[Tensor, "*b m n"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the singular value decompositions U diag(σ) Vh of matrices, by LAPACK on the CPU wherever these are.
+
+    A GPU decomposes one matrix of a few hundred rows in float64 more slowly, and rounds otherwise.
+    """
+    C = G.cpu()
+    if C.dim() == 2:
+        U, σ, Vh = torch.linalg.svd(C, full_matrices=False)
+    else:
+        each = one_per_core(lambda i: torch.linalg.svd(C[i], full_matrices=False), len(C), C.device)
+        U, σ, Vh = (torch.stack(part) for part in zip(*each, strict=True))
+    return U.to(G), σ.to(G), Vh.to(G)
+
+
 class Spans(NamedTuple):
     """Orthonormal rows that span the factors of the gradients ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ.
 
-    `σ` holds the singular values of ∂W₁, whose directions are the rows of `u`.
+    `σ` holds the singular values of ∂W₁, whose directions are the rows of `u`. The gradients of several releases have
+    spans of different dimensions: rows of zeros, which change no product, follow in the smaller ones.
     """
 
-    u: Float[Tensor, "n d"]
-    δ: Float[Tensor, "n m"]
-    h: Float[Tensor, "n m"]
-    ε: Float[Tensor, "n d"]
-    σ: Float[Tensor, " n"]
+    u: Float[Tensor, "*b n d"]
+    δ: Float[Tensor, "*b n m"]
+    h: Float[Tensor, "*b n m"]
+    ε: Float[Tensor, "*b n d"]
+    σ: Float[Tensor, "*b n"]
 
     @classmethod
-    def of(cls, G1: Float[Tensor, "m d"], G2: Float[Tensor, "e h"], count: int) -> "Spans":
+    def of(cls, G1: Float[Tensor, "*b m d"], G2: Float[Tensor, "*b e h"], count: int | Int[Tensor, " b"]) -> "Spans":
         """Return the spans of the factors of G1 and G2, each of the same number of dimensions.
 
         Args:
@@ -84,12 +106,21 @@ class Spans(NamedTuple):
             count: number of products that the gradients are sums of; fewer dimensions, if fewer singular values are
                 above `UNIT_ROUNDOFF`.
         """
-        U1, σ1, V1 = torch.linalg.svd(G1, full_matrices=False)
-        U2, σ2, V2 = torch.linalg.svd(G2, full_matrices=False)
-        n = min(count, *(int((σ > UNIT_ROUNDOFF * σ[0]).sum()) for σ in (σ1, σ2)))
-        return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT, σ1[:n])
+        (U1, σ1, V1), (U2, σ2, V2) = factors(G1), factors(G2)
+        ranks = [(σ > UNIT_ROUNDOFF * σ[..., :1]).sum(-1) for σ in (σ1, σ2)]
+        rank = torch.minimum(*ranks).clamp_max(count)
+        n = int(rank.max())
+        real = torch.arange(n, device=G1.device) < rank[..., None]
+        parts = (part[..., :n, :] * real[..., None] for part in (V1, U1.mT, V2, U2.mT))
+        return cls(*parts, σ1[..., :n] * real)
 
-    def without(self, G1: Float[Tensor, "m d"], G2: Float[Tensor, "d m"], count: int) -> "Spans":
+    def real(self) -> Bool[Tensor, "*b n"]:
+        """Return which rows are not zero."""
+        return self.u.any(-1)
+
+    def without(
+        self, G1: Float[Tensor, "*b m d"], G2: Float[Tensor, "*b d m"], count: int | Int[Tensor, " b"]
+    ) -> "Spans":
         """Return the spans of what is left of the same gradients where some of their products are taken out.
 
         What is left lies in the spans of all, so that its decomposition has n columns instead of d and m.
@@ -106,31 +137,58 @@ class Spans(NamedTuple):
         """Return the same in single precision."""
         return Spans(*(part.float() for part in self))
 
+    def take(self, rows: Index) -> "Spans":
+        """Return the spans of some of the releases; None adds a dimension for them."""
+        return Spans(*(part[rows] for part in self))
+
 
 class Near(NamedTuple):
     """Guesses u of tokens, and what is known of each: its t lies in span(Q, base_s).
 
-    The rows of `base` have unit length, and are orthogonal to the orthonormal columns of `Q`.
+    The rows of `base` have unit length, and are orthogonal to the orthonormal columns of `Q`. Of several releases,
+    rows of NaN and columns of zeros follow where another one has more.
     """
 
-    u: Float[Tensor, "s d"]
-    base: Float[Tensor, "s d"]
-    Q: Float[Tensor, "d r"]
+    u: Float[Tensor, "*b s d"]
+    base: Float[Tensor, "*b s d"]
+    Q: Float[Tensor, "*b d r"]
+
+    @classmethod
+    def of(cls, each: Sequence["Near | None"]) -> "Near | None":
+        """Return the guesses of several releases together; None if no release has any."""
+        if (some := next((near for near in each if near is not None), None)) is None:
+            return None
+        none = Near(some.u[:0], some.base[:0], some.Q[:, :0])
+        u, base, Q = zip(*(near or none for near in each), strict=True)
+        guesses = (pad_sequence(part, batch_first=True, padding_value=torch.nan) for part in (u, base))
+        return cls(*guesses, pad_sequence([q.mT for q in Q], batch_first=True).mT)
 
     def float(self) -> "Near":
         """Return the same in single precision."""
         return Near(*(part.float() for part in self))
 
-    def take(self, rows: Tensor) -> "Near":
-        """Return some of the guesses."""
-        return Near(self.u[rows], self.base[rows], self.Q)
+    def take(self, releases: Index, rows: Index) -> "Near":
+        """Return the guesses in some rows of some of the releases."""
+        return Near(self.u[rows], self.base[rows], self.Q[releases])
 
-    def off(self, t: Float[Tensor, "s *n d"]) -> Float[Tensor, "s *n d"]:
+    def off(self, t: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b s d"]:
         """Return the component of each t outside its span."""
-        base = self.base if t.dim() == 2 else self.base[:, None]
         t = t - (t @ self.Q) @ self.Q.mT
-        return t - (t * base).sum(-1, keepdim=True) * base
+        return t - (t * self.base).sum(-1, keepdim=True) * self.base
 
-    def cosine(self, t: Float[Tensor, "s d"]) -> Float[Tensor, " s"]:
+    def cosine(self, t: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b s"]:
         """Return the cosine of each t and its base, without the component in Q."""
-        return nn.functional.cosine_similarity(t - (t @ self.Q) @ self.Q.mT, self.base)
+        return nn.functional.cosine_similarity(t - (t @ self.Q) @ self.Q.mT, self.base, dim=-1)
+
+
+def packed(rows: Float[Tensor, "b s d"], kept: Bool[Tensor, "b s"]) -> tuple[Float[Tensor, "b k d"], list[int]]:
+    """Return the rows of each release that are kept, with rows of NaN below where others have more, and their numbers.
+
+    Args:
+        rows: rows of each release.
+        kept: which of them are kept, on any device.
+    """
+    counts = kept.sum(1).tolist()
+    order = kept.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
+    kept, order = (of[..., None].to(rows.device) for of in (kept.gather(1, order), order))
+    return rows.gather(1, order.expand(-1, -1, rows.shape[2])).where(kept, torch.nan), counts

@@ -24,10 +24,7 @@ from privlab.base import PrivlabError, check_range, linear_sum_assignment
 from privlab.keys.cloak import RATIOS, SCALES
 from privlab.threat import Capability
 
-__all__ = ["CloakMatching", "CloakObservation", "Uncloaked", "uncloaked_fraction"]
-
-LATTICE_ERROR = 0.1
-"""The root mean square, in units of ‖m‖, by which the ratios may miss integers."""
+LATTICE_ERROR = 0.1  # the root mean square, in units of ‖m‖, by which the ratios may miss integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +80,7 @@ class CloakMatching:
 
 
 def uncloaked_fraction(found: Uncloaked, truth: Mapping[str, Int[Tensor, " _"]]) -> float:
-    """Return the share of rows of all matrices whose place was recovered, in [0, 1].
-
-    Args:
-        found: the estimates.
-        truth: the orders of the cloaks, by the names of their matrices.
-    """
+    """Return the share of rows of all matrices whose place was recovered, in [0, 1]."""
     right = torch.cat([found.orders[name] == order for name, order in truth.items()])
     return right.double().mean().item()
 

@@ -30,8 +30,6 @@ from privlab.base import PrivlabError, linear_sum_assignment
 from privlab.keys import VIT, ModelKey, ModelShape, WeightLayout
 from privlab.threat import Capability
 
-__all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction"]
-
 CERTAIN_PROBABILITY = 1 - 1e-6
 """Posterior probability, in [0, 1], from which an entry is certain; no refinement is needed if every entry has it."""
 

@@ -5,37 +5,46 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base import check_range
+from privlab.base import Share, check_options
 from privlab.patches import bits
 from privlab.threat import Draws, Effects, Sent
 from privlab.victims import VictimModel
-
-__all__ = ["BatchShuffle"]
 
 
 @dataclass(frozen=True)
 class BatchShuffle:
     """Draw a share of the batch's patch tokens and shuffle them among all images; class and register tokens stay.
 
-    The server's attention then mixes the patches of different images, and the client restores the order of its outputs.
-    Unlike `row-permutation`, this changes the utility.
+    Idea: The client exchanges patch tokens between the images of a batch before it sends them. The server's attention
+    then mixes patches of different images. The outputs change, so that this defense costs accuracy.
+
+    Steps: draw a share of the tokens → shuffle among all images
+
+    Algorithm: The server's attention then mixes the patches of different images, and the client restores the order of
+    its outputs. Unlike `row-permutation`, this changes the utility.
+
+    Fails if: rows carry public position embeddings: these put the rows back, but do not say to which image they belong.
+
+    Cost: It changes the outputs, and so the accuracy (`correct` in the records of released features).
+
+    Studies: permutation
 
     Args:
         share: the share of all patch tokens that is shuffled, in [0, 1]. The source prints no number for Table 6.
 
     Source: Yao et al. (ICDM 2022), batch shuffling; "BS" in Table 6 of Permutation Equivariance (CVPR 2024).
+    [@yao2022shuffling; @xu2024permutation]
     """
 
     name: ClassVar[str] = "batch-shuffle"
     paper: ClassVar[str] = "Yao et al. (ICDM 2022); BS in Permutation Equivariance (2024), Table 6"
+    order: ClassVar[int] = 110
 
     acts_as: ClassVar[Effects] = Effects(rows="mixed")
 
-    share: float = 1.0
+    share: Share = 1.0
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if `share` is outside [0, 1]."""
-        check_range(0 <= self.share <= 1, "share of batch-shuffle", "in [0, 1]", self.share)
+    __post_init__ = check_options
 
     def secret_bits(self, model: VictimModel, together: int) -> float:
         """Return log₂ of the number of ways in which k of n patch tokens of a batch can move: n! / (n − k)!."""

@@ -1,41 +1,51 @@
 """`row-permutation`: the tokens of an image are sent in a secret order."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
-from privlab.base import check_name
+from privlab.base import check_options
 from privlab.patches import bits, draw_orders, permute_features
 from privlab.threat import Draws, Effects, Sent
 from privlab.victims import VictimModel
 
-__all__ = ["RowPermutation"]
-
 
 @dataclass(frozen=True)
 class RowPermutation:
-    """Send P_R Z instead of Z, with P_R drawn anew for each batch; the client restores the order of the outputs.
+    """Send P_R Z instead of Z, with P_R drawn again for each batch; the client restores the order of the outputs.
 
-    A Transformer's outputs, gradients and learnt weights are the same as without it (Theorems 4.1 and 4.2, Corollary
-    4.3), so the utility does not change.
+    Idea: The client sends the rows of its features in a secret order, which is new for each batch. A Transformer treats
+    all rows in the same way, so that the client can put the outputs back and loses no accuracy. What hides the image is
+    only the order, and position embeddings reveal it.
+
+    Steps: features Z → permute the rows: P_R Z
+
+    Algorithm: A Transformer's outputs, gradients and learnt weights are the same as without it (Theorems 4.1 and 4.2,
+    Corollary 4.3), so the utility does not change.
+
+    Fails if: rows carry public position embeddings, which put them back. Without position embeddings, borders put back
+    many rows, and all rows that share one order.
+
+    Cost: It costs no accuracy: the client puts the outputs back in order.
+
+    Studies: permutation
 
     Args:
         per: "batch" draws one order for all images of a batch, as the paper does; "image" draws one for each.
         class_token: whether class and register tokens are moved too, as by the paper's 197 × 197 matrices.
 
-    Source: Permutation Equivariance (Xu et al., CVPR 2024), Equation 2.
+    Source: Permutation Equivariance (Xu et al., CVPR 2024), Equation 2. [@xu2024permutation]
     """
 
     name: ClassVar[str] = "row-permutation"
     paper: ClassVar[str] = "Permutation Equivariance (Xu et al. 2024), Eq. 2, Theorems 4.1 and 4.2"
+    order: ClassVar[int] = 90
 
-    per: str = "batch"
+    per: Annotated[str, ("batch", "image")] = "batch"
     class_token: bool = True
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if `per` is unknown."""
-        check_name("per", self.per, ("batch", "image"))
+    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:

@@ -1,31 +1,43 @@
 """`adaptive-clipping`: clipping by the norm whose bound follows a quantile of the clients' norms, by noisy bits."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import check_name, check_range
-from privlab.threat import Effects
-
-__all__ = ["AdaptiveClipping"]
+from privlab.base import AtLeast0, NotNegative, Positive, Share, check_options
+from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
 class AdaptiveClipping:
     """Release u · min(1, C_t/‖u‖), ‖u‖ over all released parameters, with the bound C_t after t earlier rounds.
 
-    After each round every client sends one bit b_i, and the server takes C ← C · exp(−η (b̄ + ε − q)), with b̄ the mean
-    of the bits and ε ~ N(0, std²). In the paper b_i = 1 where ‖u_i‖ ≤ C, so that C goes to the q-quantile of the norms.
-    Flower's bit is 1 where the update was clipped: then C goes away from that quantile, up or down.
+    Idea: The client scales its update down to a bound on the norm, and says in one bit whether it had to. The server
+    moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries stay as
+    they were.
+
+    Steps: update u → scale to norm ≤ C → C follows a quantile
+
+    Algorithm: After each round every client sends one bit b_i, and the server takes C ← C · exp(−η (b̄ + ε − q)), with
+    b̄ the mean of the bits and ε ~ N(0, std²). In the paper b_i = 1 where ‖u_i‖ ≤ C, so that C goes to the q-quantile
+    of the norms. Flower's bit is 1 where the update was clipped: then C goes away from that quantile, up or down.
 
     The earlier rounds are simulated with clients whose updates all have the norm of this one. The server, which draws
     ε, knows C_t; an adversary who does not has one unknown factor. The noise that the server adds to the sum of the
     clients protects nobody from the server, and is not part of this.
+
+    Fails if: the adversary reads the ratios of the entries: it hides the norm of an update, and nothing else of one
+    client, because one factor is on all entries. The noise that a server adds to the sum of the clients comes after the
+    server has seen them.
+
+    Cost: It changes what the server trains with, and may slow training down.
+
+    Studies: filters
 
     Args:
         bound: C_0, the first bound, in the units of what is released; > 0.
@@ -36,27 +48,21 @@ class AdaptiveClipping:
         bit: what a bit of 1 says: "within" the bound (the paper), or "clipped" (Flower).
 
     Source: Andrew et al. (NeurIPS 2021), Algorithm 1; Flower 1 (Apache-2.0), flwr/server/strategy/
-    dp_adaptive_clipping.py and flwr/clientapp/mod/centraldp_mods.py, with its defaults.
+    dp_adaptive_clipping.py and flwr/clientapp/mod/centraldp_mods.py, with its defaults. [@andrew2021clipping]
     """
 
     name: ClassVar[str] = "adaptive-clipping"
     paper: ClassVar[str] = "Andrew et al. (2021), Alg. 1; Flower's adaptive clipping"
+    order: ClassVar[int] = 210
 
-    bound: float = 0.1
-    quantile: float = 0.5
-    lr: float = 0.2
-    std: float = 0.05
-    rounds: int = 0
-    bit: str = "within"
+    bound: Positive = 0.1
+    quantile: Share = 0.5
+    lr: Positive = 0.2
+    std: NotNegative = 0.05
+    rounds: AtLeast0 = 0
+    bit: Annotated[str, ("within", "clipped")] = "within"
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if an option is out of range."""
-        check_range(0 < self.bound < math.inf, f"bound of {self.name}", "above 0 and finite", self.bound)
-        check_range(0 <= self.quantile <= 1, f"quantile of {self.name}", "in [0, 1]", self.quantile)
-        check_range(0 < self.lr < math.inf, f"lr of {self.name}", "above 0 and finite", self.lr)
-        check_range(0 <= self.std < math.inf, f"std of {self.name}", "at least 0 and finite", self.std)
-        check_range(self.rounds >= 0, f"rounds of {self.name}", "at least 0", self.rounds)
-        check_name("bit", self.bit, ("within", "clipped"))
+    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:
@@ -73,20 +79,18 @@ class AdaptiveClipping:
         """
         return bound * math.exp(-self.lr * (mean_bit + noise - self.quantile))
 
-    def release(
-        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
-    ) -> dict[str, Float[Tensor, "b ..."]]:
+    def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the clipped gradients or updates; an image's generator draws the noise of the earlier rounds."""
         norms = _norms(gradients)
         bounds = [self._bound(norm, draw) for norm, draw in zip(norms.tolist(), draws, strict=True)]
         return _clipped(gradients, norms, bounds)
 
-    def expected(self, gradients: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+    def expected(self, gradients: Gradients) -> Gradients:
         """Return the releases of these gradients without noise of the bits."""
         norms = _norms(gradients)
         return _clipped(gradients, norms, [self._bound(norm, None) for norm in norms.tolist()])
 
-    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+    def variance(self, released: Gradients) -> Gradients:
         """Return 0: one factor on all entries changes none of their ratios."""
         return {name: torch.zeros_like(g) for name, g in released.items()}
 
@@ -99,12 +103,10 @@ class AdaptiveClipping:
         return bound
 
 
-def _norms(gradients: Mapping[str, Float[Tensor, "b ..."]]) -> Float[Tensor, " b"]:
+def _norms(gradients: Gradients) -> Float[Tensor, " b"]:
     return torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
 
 
-def _clipped(
-    gradients: Mapping[str, Float[Tensor, "b ..."]], norms: Float[Tensor, " b"], bounds: Sequence[float]
-) -> dict[str, Float[Tensor, "b ..."]]:
+def _clipped(gradients: Gradients, norms: Float[Tensor, " b"], bounds: Sequence[float]) -> Gradients:
     scale = (norms.new_tensor(bounds) / norms).clamp(max=1)  # a gradient of zero stays zero
     return {name: g * scale.view(-1, *[1] * (g.ndim - 1)) for name, g in gradients.items()}

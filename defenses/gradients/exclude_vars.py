@@ -1,36 +1,46 @@
 """`exclude-vars`: NVFlare's filter that leaves whole parameters out of what is sent."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Generator, Tensor
+from torch import Generator
 
 from privlab.base import PrivlabError
-from privlab.threat import Effects
-
-__all__ = ["ExcludeVars"]
+from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
 class ExcludeVars:
     r"""Release the gradients or updates of those parameters alone in whose names `pattern` is not found.
 
-    NVFlare takes a regular expression, or a list of names; a list is `^(name|name)$` here. Its default leaves nothing
-    out.
+    Idea: The client leaves out the gradients or updates of some parameters. All others are released as they are.
+    Attacks that read a missing parameter cannot run, and others can.
+
+    Steps: all parameters → leave out those that match
+
+    Algorithm: NVFlare takes a regular expression, or a list of names; a list is `^(name|name)$` here. Its default
+    leaves nothing out.
+
+    Fails if: other parameters suffice: what it leaves in is exact, and other attacks read that. Its default leaves
+    nothing out.
+
+    Cost: It changes what the server trains with, and may slow training down.
+
+    Studies: filters
 
     Args:
         pattern: a regular expression that is looked for in timm's parameter names, such as `pos_embed` or `^head\.`;
             "" leaves nothing out.
 
-    Source: NVFlare 2.9 (Apache-2.0), nvflare/app_common/filters/exclude_vars.py, with its default.
+    Source: NVFlare 2.9 (Apache-2.0), nvflare/app_common/filters/exclude_vars.py, with its default. [@roth2022nvflare]
     """
 
     name: ClassVar[str] = "exclude-vars"
     paper: ClassVar[str] = "NVFlare's ExcludeVars"
+    order: ClassVar[int] = 220
 
     acts_as: ClassVar[Effects] = Effects()
 
@@ -49,12 +59,10 @@ class ExcludeVars:
         """Return those of the names that are not released."""
         return frozenset(name for name in names if self.pattern and re.search(self.pattern, name))
 
-    def release(
-        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
-    ) -> dict[str, Float[Tensor, "b ..."]]:
+    def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the gradients or updates that are not excluded, as they are."""
         return {name: g for name, g in gradients.items() if name not in self.withholds(gradients)}
 
-    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+    def variance(self, released: Gradients) -> Gradients:
         """Return 0: what is released is exact."""
         return {name: torch.zeros_like(g) for name, g in released.items()}

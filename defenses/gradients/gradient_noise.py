@@ -2,59 +2,61 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Generator, Tensor
+from torch import Generator
 
-from privlab.base import PrivlabError, check_range
-from privlab.threat import Effects, Guarantee
+from privlab.base import AtLeast1, NotNegative, Positive, PrivlabError, check_options
+from privlab.threat import Effects, Gradients, Guarantee
 
-__all__ = ["DELTA", "GradientNoise"]
-
-DELTA = 1e-5
-"""The δ for which ε is stated."""
+DELTA = 1e-5  # the δ for which ε is stated
 
 
 @dataclass(frozen=True)
 class GradientNoise:
     """Release g · min(1, C/‖g‖) + ε, ε ~ N(0, (multiplier · C)²), with ‖g‖ over all released parameters of an image.
 
-    The same gradient may be released K times, each time with fresh noise. The mean of K such releases is a sufficient
-    statistic: it holds all that they tell. So the mean is passed on, to the adversary or to the next defense in a
-    stack.
+    Idea: The client scales its gradient down to a largest norm, and adds Gaussian noise to every entry. This is the
+    step of DP-SGD for one image. How much it hides depends on the ratio of the noise to the norm, and on the number of
+    releases.
+
+    Steps: gradient g → clip to norm C → add N(0, (σ C)²)
+
+    Algorithm: The same gradient may be released K times, each time with fresh noise. The mean of K such releases is a
+    sufficient statistic: it holds all that they reveal. So the mean is passed on, to the adversary or to the next
+    defense in a stack.
+
+    Fails if: the multiplier is small: it then hides little, and its ε says so. That closed forms fail at a large one is
+    no evidence of privacy: the guarantee is (ε, δ).
+
+    Cost: It changes what the server trains with, and may slow training down.
+
+    Studies: gradients
 
     Args:
         clip: C, the largest norm of an image's gradient, above 0.
         multiplier: σ of the noise of one release in units of C, at least 0.
         releases: K, the number of releases of the same gradient, at least 1.
 
-    Source: DP-SGD (Abadi et al., CCS 2016), Algorithm 1, with a lot of one image and no averaging.
+    Source: DP-SGD (Abadi et al., CCS 2016), Algorithm 1, with a lot of one image and no averaging. [@abadi2016dpsgd]
     """
 
     name: ClassVar[str] = "gradient-noise"
     paper: ClassVar[str] = "DP-SGD (Abadi et al. 2016), Alg. 1"
+    order: ClassVar[int] = 120
 
     acts_as: ClassVar[Effects] = Effects(gradients="noisy")
 
-    clip: float = 1.0
-    multiplier: float = 1.0
-    releases: int = 1
+    clip: Positive = 1.0
+    multiplier: NotNegative = 1.0
+    releases: AtLeast1 = 1
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if a number is out of range."""
-        check_range(0 < self.clip < math.inf, "clip of gradient-noise", "above 0 and finite", self.clip)
-        check_range(
-            0 <= self.multiplier < math.inf, "multiplier of gradient-noise", "at least 0 and finite", self.multiplier
-        )
-        check_range(self.releases >= 1, "releases of gradient-noise", "at least 1", self.releases)
+    __post_init__ = check_options
 
-    def release(
-        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
-    ) -> dict[str, Float[Tensor, "b ..."]]:
+    def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the clipped gradients with noise, or the mean of several such releases.
 
         An image's generator draws for the parameters in the order of their names. The mean of K normal variables is
@@ -67,13 +69,13 @@ class GradientNoise:
             released[name] = g + std * noise.to(g)
         return released
 
-    def expected(self, gradients: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+    def expected(self, gradients: Gradients) -> Gradients:
         """Return the mean of the releases of these gradients: g · min(1, C/‖g‖)."""
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
         scale = (self.clip / norm).clamp(max=1)  # a gradient of zero stays zero
         return {name: g * scale.view(-1, *[1] * (g.ndim - 1)) for name, g in gradients.items()}
 
-    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+    def variance(self, released: Gradients) -> Gradients:
         """Return the variance of the noise, (multiplier · C)² / K, that of the mean of K releases."""
         variance = (self.multiplier * self.clip) ** 2 / self.releases
         return {name: torch.full_like(g, variance) for name, g in released.items()}

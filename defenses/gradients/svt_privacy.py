@@ -1,7 +1,7 @@
 """`svt-privacy`: NVFlare's filter that sends a random tenth of the entries, clipped and with noise."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,27 +9,36 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError, check_range
-from privlab.threat import Effects
+from privlab.base import AtLeast1, NotNegative, Positive, PositiveShare, PrivlabError, check_options
+from privlab.threat import Effects, Gradients
 
-__all__ = ["SvtPrivacy"]
-
-_MOST_TESTS = 1000
-"""The most times that entries are tested; with NVFlare's defaults once or twice is enough."""
+_MOST_TESTS = 1000  # the most times that entries are tested; with NVFlare's defaults once or twice is enough
 
 
 @dataclass(frozen=True)
 class SvtPrivacy:
     """Accept entries by a noisy test of their magnitude, draw some of them, and release these with Laplace noise.
 
-    Of n entries, m = ⌈fraction · n⌉ are to be sent. With d = clip(entry, ±γ), an entry is accepted where
-    |d| + Laplace(2γ m / ε₂) ≥ τ + Laplace(γ / ε₁), the threshold being drawn once; the test is repeated for the rest
-    until m are accepted. Then m of the accepted are drawn, and sent as d + Laplace(2γ / noise); all others are 0. With
-    the defaults the noise of the test is far larger than γ, so that entries are accepted by chance, and that of what is
+    Idea: The client chooses entries of its update by a noisy test of their magnitude. It sends these with Laplace
+    noise, and zeros for all others. With the defaults the noise is far larger than what it hides.
+
+    Steps: update d → noisy test of |d| → add Laplace noise
+
+    Algorithm: Of n entries, m = ⌈fraction · n⌉ are to be sent. With d = clip(entry, ±γ), an entry is accepted where |d|
+    + Laplace(2γ m / ε₂) ≥ τ + Laplace(γ / ε₁), the threshold being drawn once; the test is repeated for the rest until
+    m are accepted. Then m of the accepted are drawn, and sent as d + Laplace(2γ / noise); all others are 0. With the
+    defaults the noise of the test is far larger than γ, so that entries are accepted by chance, and that of what is
     sent is 20 γ.
 
     NVFlare divides by the steps T of the round first, if the client states them, and multiplies by them last. Up to
     2.7 it clipped after the noise instead, so that what is sent is ±γ almost everywhere.
+
+    Fails if: `noise` is large: the noise of what is sent depends on `noise` and `gamma` alone, and a large `noise`
+    makes it small.
+
+    Cost: It changes what the server trains with, and may slow training down.
+
+    Studies: filters
 
     Args:
         fraction: the share of the entries that is to be sent, in (0, 1].
@@ -41,34 +50,26 @@ class SvtPrivacy:
         steps: T, as the client states it (`NUM_STEPS_CURRENT_ROUND`), at least 1; 1 where it does not.
 
     Source: NVFlare 2.9 (Apache-2.0), nvflare/app_common/filters/svt_privacy.py, with its defaults; after the sparse
-    vector technique (Lyu et al., VLDB 2017).
+    vector technique (Lyu et al., VLDB 2017). [@lyu2017svt; @roth2022nvflare]
     """
 
     name: ClassVar[str] = "svt-privacy"
     paper: ClassVar[str] = "NVFlare's SVTPrivacy; after Lyu et al. (VLDB 2017)"
+    order: ClassVar[int] = 180
 
     acts_as: ClassVar[Effects] = Effects(gradients="noisy")
 
-    fraction: float = 0.1
-    epsilon: float = 0.1
-    noise: float = 0.1
-    gamma: float = 1e-5
-    tau: float = 1e-6
+    fraction: PositiveShare = 0.1
+    epsilon: Positive = 0.1
+    noise: Positive = 0.1
+    gamma: Positive = 1e-5
+    tau: NotNegative = 1e-6
     replace: bool = True
-    steps: int = 1
+    steps: AtLeast1 = 1
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if a number is out of range."""
-        check_range(0 < self.fraction <= 1, f"fraction of {self.name}", "in (0, 1]", self.fraction)
-        for name in ("epsilon", "noise", "gamma"):
-            value = getattr(self, name)
-            check_range(0 < value < math.inf, f"{name} of {self.name}", "above 0 and finite", value)
-        check_range(0 <= self.tau < math.inf, f"tau of {self.name}", "at least 0 and finite", self.tau)
-        check_range(self.steps >= 1, f"steps of {self.name}", "at least 1", self.steps)
+    __post_init__ = check_options
 
-    def release(
-        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
-    ) -> dict[str, Float[Tensor, "b ..."]]:
+    def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the filtered gradients or updates; an image's generator draws for all parameters at once."""
         names = sorted(gradients)
         flat = torch.cat([gradients[name].flatten(1) for name in names], 1) / self.steps
@@ -101,7 +102,7 @@ class SvtPrivacy:
         noisy = clipped[drawn] + 2 * γ / self.noise * _laplace(m, draw).to(d)
         return torch.zeros_like(d).index_put((drawn,), noisy)  # an entry drawn more than once keeps one noise
 
-    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+    def variance(self, released: Gradients) -> Gradients:
         """Return γ² T² for an entry that was not sent, and for one that was the variance 8 (γ T / noise)² more.
 
         How large an entry was before it was clipped or left out is not known: γ T stands for it.

@@ -1,6 +1,5 @@
 """`cutmix`: a rectangle of another image covers that of each image."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,36 +9,44 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import check_range
+from privlab.base import Positive, check_options
 from privlab.threat import Effects, Feed
-
-__all__ = ["CutMix"]
 
 
 @dataclass(frozen=True)
 class CutMix:
     """Paste into each image a random rectangle, of area (1 − λ)·h·w, of another image of the batch, at the same place.
 
-    λ ~ Beta(alpha, alpha), one draw per image; the rectangle has the image's aspect ratio and is cut at its border.
-    The image of a batch of one does not change.
+    Idea: The client pastes a rectangle of another image of its batch into each image. What is released is a function of
+    the mixture. The adversary may recover the mixture exactly, and still lacks what lies under the rectangle.
+
+    Steps: draw λ and a rectangle → paste from another image
+
+    Algorithm: λ ~ Beta(alpha, alpha), one draw per image; the rectangle has the image's aspect ratio and is cut at its
+    border. The image of a batch of one does not change.
+
+    Fails if: the adversary recovers the mixture, which may come back exactly, with all of the image that the rectangle
+    leaves. A batch of one image is not changed at all.
+
+    Cost: It changes the outputs, and so the accuracy (`correct` in the records of released features).
 
     Args:
         alpha: the parameter of the Beta distribution, above 0; 1 in Yun et al. (uniform λ).
 
     Source: CutMix (Yun et al., ICCV 2019), Equations 1 and 2; as a defense of split learning, Baek et al. (2022).
+    [@yun2019cutmix; @baek2022cutmix]
     """
 
     name: ClassVar[str] = "cutmix"
     paper: ClassVar[str] = "CutMix (Yun et al. 2019), Eq. 1 and 2; in split learning, Baek et al. (2022)"
+    order: ClassVar[int] = 60
     mixes: ClassVar[bool] = True  # the release of an image depends on other images of the batch
 
     acts_as: ClassVar[Effects] = Effects(other=True)
 
-    alpha: float = 1.0
+    alpha: Positive = 1.0
 
-    def __post_init__(self) -> None:
-        """Raise PrivlabError if `alpha` is not above 0, or not finite."""
-        check_range(0 < self.alpha < math.inf, "alpha of cutmix", "above 0 and finite", self.alpha)
+    __post_init__ = check_options
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the mixed images."""

@@ -9,15 +9,24 @@ from torch import Generator, Tensor
 
 from privlab.threat import Effects, Feed
 
-__all__ = ["Undefended"]
-
 
 @dataclass(frozen=True)
 class Undefended:
-    """Feed x̃ = x."""
+    """Feed x̃ = x.
+
+    Idea: The client feeds its image as it is, and releases what the model gives. No defense acts on the image, on the
+    features or on the gradient. It is the control with which a defense is compared.
+
+    Steps: the image as it is
+
+    Fails if: always: it hides nothing.
+
+    Cost: Nothing.
+    """
 
     name: ClassVar[str] = "none"
     paper: ClassVar[str] = "the control"
+    order: ClassVar[int] = 10
 
     acts_as: ClassVar[Effects] = Effects()
 

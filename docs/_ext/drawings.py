@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from textwrap import wrap
 
-from privlab.inventory.ideas import Box
+from privlab.inventory.explain import Box
 
 WIDTH, HEIGHT, GAP, LABEL = 360, 44, 22, 84
 COLOURS = {"client": "#0072b2", "released": "#e69f00", "adversary": "#d55e00"}

@@ -12,9 +12,10 @@ from sphinx.application import Sphinx
 import privlab
 from privlab.benchmark import entries, site_files
 from privlab.cli import cli
+from privlab.cli.common import EXAMPLES
 from privlab.inventory.explain import Explanation, explain, known
-from privlab.inventory.facts import FLAG_MEANINGS
-from privlab.inventory.references import CITED, references
+from privlab.inventory.texts import docstrings, references
+from privlab.report.flag_meanings import FLAG_MEANINGS
 
 FOLDER = "generated"
 """Where the pages are written, below docs/; git ignores it."""
@@ -31,7 +32,7 @@ INTRODUCTIONS = {
 
 ROOMS = (
     *("privlab", "privlab.base", "privlab.patches", "privlab.images", "privlab.victims", "privlab.threat"),
-    *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics", "privlab.utility"),
+    *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics"),
     *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
     *("privlab.grids", "privlab.runs", "privlab.admission", "privlab.split", "privlab.inventory"),
     *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
@@ -146,7 +147,7 @@ def bibliography() -> str:
         "{download}`references.bib` holds the BibTeX of all; `privlab explain NAME` prints that of one."
     ]
     for key, entry in references().items():
-        users = [name for name, keys in CITED.items() if key in keys]
+        users = [name for name, kind in known().items() if kind != "flag" and key in docstrings(name)[0].papers]
         links = ", ".join(f"[`{name}`]({known()[name]}s/{file_name(name)}.md)" for name in users)
         parts.append(f"## {entry.fields['title']}\n\n{escape(str(entry))} Of {links}.\n\n```text\n{entry.bibtex}\n```")
     return "\n\n".join(parts) + "\n"
@@ -161,22 +162,17 @@ def group_page() -> str:
 
 def command_page(words: tuple[str, ...], command: click.Command, level: int = 1) -> str:
     """Return what there is to know of a command: its help, its usage, its options and examples."""
-    context = click.Context(command, info_name=" ".join(words))
+    context = click.Context(command, info_name=" ".join(words), show_default=True)
     parts = [f"{'#' * level} `{' '.join(words)}`", escape((command.help or "").replace("\b\n", ""))]
     parts.append(f"```text\n{command.get_usage(context)}\n```")
     options = [each.get_help_record(context) for each in command.params if isinstance(each, click.Option)]
     if shown := [f"| `{in_table(names)}` | {cell(text)} |" for names, text in filter(None, options)]:
         parts.append("\n".join(("| option | meaning |", "|---|---|", *shown)))
-    if command.epilog:
-        parts.append("Examples:\n\n```text\n" + examples(command.epilog) + "\n```")
+    if lines := EXAMPLES.get(" ".join(words[1:])):
+        parts.append("Examples:\n\n```text\n" + "\n".join(lines) + "\n```")
     if isinstance(command, click.Group):
         parts += [command_page((*words, name), each, level + 1) for name, each in command.commands.items()]
     return "\n\n".join(parts) + "\n"
-
-
-def examples(epilog: str) -> str:
-    """Return the command lines of an epilogue."""
-    return "\n".join(line.strip() for line in epilog.splitlines() if line.startswith("  "))
 
 
 def first_line(command: click.Command) -> str:

@@ -17,8 +17,6 @@ from privlab.release import each_release, observe_updates, released_parameters
 from privlab.threat import Client, ClientData
 from privlab.victims import Victim, victim
 
-__all__ = ["AdamStudy", "to_rows", "told_features"]
-
 _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
 
 WHOLE = 0.95

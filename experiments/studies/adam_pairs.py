@@ -17,8 +17,6 @@ from privlab.release import observe_updates
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import Victim, VictimModel, victim
 
-__all__ = ["GUESSES", "AdamPairsStudy", "to_rows"]
-
 GUESSES = ("adam-update", "patch-gradient", "one colour", "mean of both", "patch-gradient, alone")
 """What is compared with each photograph of a pair."""
 

@@ -16,8 +16,6 @@ from privlab.evaluation.records import exact_db
 from privlab.runs import execute
 from privlab.victims import as_timm, victim
 
-__all__ = ["ARCHITECTURES", "ATTACKS", "ArchitectureStudy", "reasons", "to_rows"]
-
 ATTACKS = {"patch-gradient": "gradients", "token-separation": "gradients", "least-squares": "features"}
 """The attacks of the study -> what is released to them."""
 

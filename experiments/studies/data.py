@@ -23,9 +23,6 @@ from privlab.images import Preprocessing, batches, open_images
 from privlab.threat import Draws
 from privlab.victims import VictimModel
 
-__all__ = ["FineTuning", "Images", "check_folder", "fresh_head", "load_split", "loss_of", "new_draws"]
-__all__ += ["mean_interval", "write_facts", "write_tables"]
-
 
 @dataclass(frozen=True, eq=False)
 class Images:

@@ -20,8 +20,6 @@ from privlab.images import open_images
 from privlab.threat import Client
 from privlab.victims import Victim, victim
 
-__all__ = ["FederationStudy", "to_rows"]
-
 
 @dataclass(frozen=True)
 class FederationStudy:

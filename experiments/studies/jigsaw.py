@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range, draw_for, versions, write_whole
+from privlab.experiments.methods.border_odds import border_odds
+from privlab.experiments.methods.exact_order import MOST_SLOTS, arrange_exactly
+from privlab.experiments.methods.slot_law import SlotLaw, fit_slots
 from privlab.experiments.studies.data import mean_interval, write_facts
 from privlab.experiments.studies.jigsaw_protocols import PROTOCOLS, Protocol, protocol
 from privlab.experiments.studies.jigsaw_published import Published, published_for
-from privlab.images import Chunk, Preprocessing, batches, open_images
+from privlab.images import Chunk, Others, Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share
-from privlab.reassembly import FLOOR, MOST_SLOTS, SlotLaw, arrange_exactly, assemble, border_odds, fit_slots
+from privlab.reassembly import FLOOR, assemble
 from privlab.reassembly.border_costs import border_costs
-
-__all__ = ["SOLVERS", "JigsawStudy", "Shuffled", "score", "shuffle", "solve", "study", "to_rows"]
 
 RECORDS, FACTS = "jigsaw.parquet", "facts.json"
 
@@ -195,19 +196,23 @@ def _measure_protocol(plan: JigsawStudy, cut: Protocol, say: Say) -> pd.DataFram
     named = [image for chunk in chunks for image in chunk.named]
     if not named:
         raise PrivlabError(f"None of the images of {plan.images} can be read.")
-    law = _learn(plan, cut, preprocessing, {image.sha256 for image in named}) if "odds+slots" in plan.solvers else None
+    law = _learn(plan, cut, preprocessing, chunks) if "odds+slots" in plan.solvers else None
     rows = []
     for chunk in chunks:
         rows += [row for missing in plan.missing for row in _measure(plan, cut, chunk, missing, law)]
     return pd.DataFrame(rows)
 
 
-def _learn(plan: JigsawStudy, cut: Protocol, preprocessing: Preprocessing, private: set[str]) -> SlotLaw:
-    """Return the law of slots from the public photographs that are not among the private ones."""
+def _learn(plan: JigsawStudy, cut: Protocol, preprocessing: Preprocessing, private: Sequence[Chunk]) -> SlotLaw:
+    """Return the law of slots from the public photographs that show none of the private ones."""
     assert plan.public is not None
     found = []
     for chunk in batches(open_images(plan.public, limit=plan.public_limit), preprocessing, BATCH):
-        own = torch.tensor([image.sha256 not in private for image in chunk.named], dtype=torch.bool)
+        public = Others({image.sha256: pixels for image, pixels in zip(chunk.named, chunk.images, strict=True)})
+        left = {*public.images}
+        for given in private:
+            left &= {*public.without([image.sha256 for image in given.named], given.images)}
+        own = torch.tensor([image.sha256 in left for image in chunk.named], dtype=torch.bool)
         found.append(cut.cut(chunk.images[own]))
     if not sum(map(len, found)):
         raise PrivlabError(f"No image of {plan.public} is public: all are among {plan.images}, or cannot be read.")
@@ -320,7 +325,7 @@ def _means(records: pd.DataFrame, seed: int) -> list[dict[str, Any]]:
     for (name, missing, solver), found in records.groupby(["protocol", "missing", "solver"], sort=False):  # pyright: ignore[reportGeneralTypeIssues]
         error = float(found["error"].mean())
         means = {score: float(found[score].mean()) for score in ("placed", "neighbours", "solved", "seconds")}
-        about = {"protocol": name, "missing": missing, "solver": solver, "images": len(found)}
+        about = {"protocol": name, "missing": int(str(missing)), "solver": solver, "images": len(found)}
         psnr = {"psnr": None if error == 0 else -10 * math.log10(error)}
         cells.append(about | mean_interval(found["placed"].to_numpy(), seed) | means | psnr)
     return cells

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range
 
-__all__ = ["PROTOCOLS", "Protocol", "protocol"]
-
 
 @dataclass(frozen=True)
 class Protocol:

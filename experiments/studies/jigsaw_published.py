@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PUBLISHED", "Published", "published_for"]
-
 
 @dataclass(frozen=True)
 class Published:

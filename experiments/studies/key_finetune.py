@@ -27,8 +27,6 @@ from privlab.patches import permute_features, restore_features
 from privlab.training import Compute, Plan, TrainingProgress, train
 from privlab.victims import Victim, VictimModel, victim
 
-__all__ = ["MANNERS", "PUBLISHED", "FinetuneStudy", "finetune_study"]
-
 MANNERS = ("normal", "authorized", "unauthorized", "scratch")
 PUBLISHED: dict[str, float] = {"normal": 97.74, "authorized": 97.94, "unauthorized": 78.03}
 """Test accuracy in %, ViT-Base on CIFAR-10, as printed in Table 7."""

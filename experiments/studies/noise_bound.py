@@ -18,14 +18,13 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, draw_for, full_precision, write_whole
 from privlab.evaluation import Specification, labelled, source_of
+from privlab.experiments.methods.reconstruction_bound import fixed_guess, gram, identify, success_bound
 from privlab.images import batches
-from privlab.metrics import clopper_pearson, fixed_guess, gram, identify, success_bound
-from privlab.release import per_sample_gradients, released_parameters
+from privlab.release import released_gradients, released_parameters
+from privlab.report.intervals import clopper_pearson
 from privlab.stores import RunDirectory
 from privlab.threat import Feed
 from privlab.victims import Victim, victim
-
-__all__ = ["BoundStudy", "study", "to_markdown"]
 
 DEFENSE = "gradient-noise"
 GAMES = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -115,7 +114,7 @@ def _photographs(spec: Specification, base: Victim) -> tuple[Float[Tensor, "m c 
         batch, _ = labelled(chunk, base.model, predicted=spec.labels == "predicted")
         feed = Feed.undefended(batch.images, base.model.patch)
         with full_precision():
-            for name, g in per_sample_gradients(base.model, feed, batch.labels, names).items():
+            for name, g in released_gradients(base.model, feed, batch.labels, names).items():
                 gradients[name].append(g)
         images.append(batch.images)
         hashes |= {image.sha256 for image in batch.named}

@@ -26,8 +26,6 @@ from privlab.metrics import adjacent_share, placed_share
 from privlab.patches import jigsaw, patchify
 from privlab.reassembly import REASSEMBLIES, Predicted, Reassembly
 
-__all__ = ["PlacementStudy", "study", "to_rows"]
-
 RECORDS, FACTS = "placement.parquet", "facts.json"
 
 BATCH = 50

@@ -19,20 +19,6 @@ from privlab.experiments.studies.data import write_facts, write_tables
 from privlab.images import chunk_of, open_images
 from privlab.victims import Victim, VictimModel, victim
 
-__all__ = [
-    "PUBLISHED_MAE",
-    "PUBLISHED_VARIANCE",
-    "PositionStudy",
-    "attention_weights",
-    "cosines",
-    "last_attention",
-    "position_errors",
-    "principal",
-    "study",
-    "to_rows",
-    "umap_plane",
-]
-
 DIMENSIONS = (3, 4, 5, 6, 7)
 PUBLISHED_VARIANCE: dict[str, tuple[float, ...]] = {
     "DeiT-S": (54.61, 68.55, 77.95, 85.54, 90.74),

@@ -22,25 +22,13 @@ from torchvision.transforms.functional import to_pil_image
 from privlab.base import draw_for, linear_sum_assignment, write_whole
 from privlab.experiments.studies.data import write_facts, write_tables
 from privlab.experiments.studies.position_embeddings import attention_weights
-from privlab.images import Examples, open_images, read_examples
+from privlab.experiments.training.examples import Examples
+from privlab.experiments.training.position_accuracy import DROPPED, HIDDEN, position_accuracy
+from privlab.experiments.training.reading import read_examples
+from privlab.images import open_images
 from privlab.patches import permute, shuffle_within
 from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, load_predictor, predictor_file, tiles
-from privlab.training.position_accuracy import DROPPED, HIDDEN, position_accuracy
 from privlab.victims import hash_of, shipped_file
-
-__all__ = [
-    "ETAS",
-    "FACTS",
-    "PredictorStudy",
-    "knn_accuracy",
-    "layers",
-    "offsets",
-    "places",
-    "reinitialise",
-    "relative",
-    "study",
-    "to_rows",
-]
 
 ETAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 """η at which the accuracy of MP3 is measured (Figure 3)."""

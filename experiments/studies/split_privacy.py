@@ -36,8 +36,6 @@ from privlab.training import Compute, Plan, train
 from privlab.victims import Victim, VictimModel, victim
 from privlab.victims import weights as stored
 
-__all__ = ["METHODS", "PUBLISHED", "Study", "study", "to_markdown"]
-
 METHODS: dict[str, str] = {
     "SL": "none",
     "GN": "gaussian-noise",

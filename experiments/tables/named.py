@@ -4,8 +4,6 @@ from pathlib import Path
 
 from privlab.base import unknown_name
 
-__all__ = ["experiment_names", "find_experiment"]
-
 _HERE = Path(__file__).parent
 
 

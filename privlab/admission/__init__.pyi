@@ -1,4 +1,3 @@
-from .admit import admit_named as admit_named
 from .attacks_metrics import admit_any as admit_any
 from .attacks_metrics import admit_attack as admit_attack
 from .attacks_metrics import admit_metric as admit_metric

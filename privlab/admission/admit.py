@@ -5,9 +5,8 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.admission.claims import Check, OnFeatures, OnImages, TwoClients
+from privlab.admission.claims import Check, OnFeatures, OnImages, TwoClients, apart
 from privlab.admission.gradient_claims import OnGradients
-from privlab.admission.measures import apart
-from privlab.base import PrivlabError, PrivlabWarning, configure, full_precision, read_options, unknown_name
-from privlab.defenses import defenses
+from privlab.base import PrivlabError, PrivlabWarning, full_precision
 from privlab.images import Preprocessing, open_images
-from privlab.threat import Defense, FeatureDefense, GradientDefense, defense_declarations
+from privlab.release import AnyDefense
+from privlab.threat import FeatureDefense, GradientDefense, defense_declarations
 from privlab.victims import VictimModel, victim
 
-__all__ = ["MODEL", "Check", "admit", "admit_named", "photographs", "quiet", "same_random_state", "small_victim"]
-
-AnyDefense = Defense | FeatureDefense | GradientDefense
 Case = OnImages | OnFeatures | OnGradients
 
 MODEL = "vit_ti_mjp"
@@ -74,64 +69,32 @@ def admit(
         expected = (3, *model.image_shape)
         raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
     subject = TwoClients(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
+    if isinstance(defense, GradientDefense):
+        case: Case = OnGradients(defense, subject)
+    elif isinstance(defense, FeatureDefense):
+        case = OnFeatures(defense, subject)
+    else:
+        case = OnImages(defense, subject)
     with same_random_state(), full_precision(), quiet():
-        return tuple(_checks(_case(defense, subject), model))
-
-
-def admit_named(
-    name: str,
-    options: Sequence[str] = (),
-    *,
-    gamma: float | None = None,
-    model: str = MODEL,
-    weights: str = "random",
-    img_size: int | None = 64,
-    depth: int | None = 2,
-    seed: int = 0,
-) -> tuple[Check, ...]:
-    """Admit an installed defense by its name, with options as `--set` takes them.
-
-    Args:
-        name: name of one defense, not of a stack with "+".
-        options: [NAME.]KEY=VALUE, one string for each option.
-        gamma: share of the patches that is shuffled, for a defense that has it.
-        model: name of the victim.
-        weights: "random", or others that `victim` takes.
-        img_size: side of the input in pixels, a multiple of the patches' side; None keeps the victim's own.
-        depth: number of the victim's first blocks that are kept; None keeps all.
-        seed: seed of random weights, of the draws and of the directions of finite differences.
-
-    Raises:
-        PrivlabError: for an unknown name or option, and as `admit`.
-    """
-    if "+" in name:
-        raise PrivlabError(f"Defenses are admitted one at a time. Found '{name}'.")
-    if name not in defenses():
-        raise unknown_name("defense", name, defenses())
-    kind = defenses()[name]
-    read_options(options, [kind])
-    if gamma is not None and "gamma" not in {f.name for f in fields(kind)}:
-        raise PrivlabError(f"--gamma is for jigsaw and mjp. Found {gamma} for {name}: leave it out.")
-    defense = configure(kind, options, {} if gamma is None else {"gamma": gamma})
-    return admit(defense, small_victim(model, weights, img_size, depth, seed), seed=seed)
+        return tuple(_checks(case, model))
 
 
 def small_victim(
-    name: str = MODEL, weights: str = "random", img_size: int | None = 64, depth: int | None = 2, seed: int = 0
+    model: str = MODEL, weights: str = "random", img_size: int | None = 64, depth: int | None = 2, seed: int = 0
 ) -> VictimModel:
     """Return a victim with only its first blocks, because the checks are about algebra and not about accuracy.
 
     Args:
-        name: name of the victim.
+        model: name of the victim.
         weights: "random", or others that `victim` takes.
         img_size: side of the input in pixels, a multiple of the patches' side; None keeps the victim's own.
         depth: number of the first blocks that are kept; None keeps all.
         seed: seed of random weights.
     """
     with quiet():
-        model = copy.deepcopy(victim(name, weights=weights, img_size=img_size, seed=seed).model)
-    model.vit.blocks = model.vit.blocks[:depth]
-    return model
+        found = copy.deepcopy(victim(model, weights=weights, img_size=img_size, seed=seed).model)
+    found.vit.blocks = found.vit.blocks[:depth]
+    return found
 
 
 def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
@@ -141,40 +104,31 @@ def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
     return torch.stack([cut(image.pixels) for image in open_images("samples", limit=3) if image.pixels])
 
 
-def _case(defense: AnyDefense, subject: TwoClients) -> Case:
-    if isinstance(defense, GradientDefense):
-        return OnGradients(defense, subject)
-    return OnFeatures(defense, subject) if isinstance(defense, FeatureDefense) else OnImages(defense, subject)
-
-
 def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
     """Yield every check of a defense; those that need the form of the release are left out if the form is wrong."""
     subject, inputs = case.subject, case.inputs()
     given = {name: value.clone() for name, value in inputs.items()}
     weights = {name: value.clone() for name, value in own.state_dict().items()}
     states = _random_states()
-    release = _of(case, lambda: case.run(given, subject.draws()))
+    with _running(case):
+        release: Any = case.run(given, subject.draws())
     drawn = [name for name, state in _random_states().items() if state != states[name]]
     changed = [*_changed_tensors(inputs, given), *_changed_tensors(weights, own.state_dict())]
-    problems: list[str] = _of(case, lambda: list(case.problems(release)))
-    yield Check.at_most(
-        "contents",
-        float(len(problems)),
-        0.0,
-        "; ".join(problems[:3]) or f"faults; it is {case.contents}, and nothing else",
-    )
+    with _running(case):
+        problems = list(case.problems(release))
+    text = "; ".join(problems[:3]) or f"faults; it is {case.contents}, and nothing else"
+    yield Check.at_most("contents", float(len(problems)), 0.0, text)
     same = None
     if not problems:
-        yield from _of(case, lambda: list(case.checks(release)))
+        with _running(case):
+            yield from [*case.acts_as(), *case.checks(release)]
         yield _effect(case, release)
         yield (same := _same_draw(case, release))
         yield _neighbours(case, release)
     if same is None or same.passed:  # type checkers draw from it as well: it counts only if releases differ
         drawn = [name for name in drawn if name != "random"]
-    yield Check.at_most(
-        "random-state", float(len(drawn)), 0.0, _with_names("global generators that were drawn from", drawn)
-    )
-    yield Check.at_most("untouched", float(len(changed)), 0.0, _with_names("tensors given to it, and changed", changed))
+    yield Check.none("random-state", sorted(drawn), "global generators that were drawn from")
+    yield Check.none("untouched", sorted(changed), "tensors given to it, and changed")
     yield case.control()
 
 
@@ -193,20 +147,20 @@ def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
-    again = _of(case, lambda: case.run(case.inputs(), case.subject.draws()))
+    with _running(case):
+        again: Any = case.run(case.inputs(), case.subject.draws())
     value = apart(case.tensors(release), case.tensors(again))
     return Check.at_most("same-draw", value, 0.0, "largest difference of two releases with the same draw")
 
 
 def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     """Return the change of the first client's release when the image and the draw of the second change."""
-    other = _of(case, lambda: case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True)))
-    value = apart(case.own(release), case.own(other))
+    with _running(case):
+        other: Any = case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True))
+    limit, text = MOST_CHANGE, "change of one's own release with another image in the batch"
     if defense_declarations(case.defense).mixes:
-        return Check.at_most("neighbours", value, math.inf, "change of one's own release; it mixes images, as it says")
-    return Check.at_most(
-        "neighbours", value, MOST_CHANGE, "change of one's own release with another image in the batch"
-    )
+        limit, text = math.inf, "change of one's own release; it mixes images, as it says"
+    return Check.at_most("neighbours", apart(case.own(release), case.own(other)), limit, text)
 
 
 def _changed_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
@@ -215,18 +169,15 @@ def _changed_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) 
     return [name for name in {*before, *after} if name not in kept or not torch.equal(before[name], after[name])]
 
 
-def _with_names(what: str, names: Sequence[str]) -> str:
-    return f"{what}: {', '.join(sorted(names)[:3])}" if names else what
-
-
-def _of(case: Case, call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Return the result of a call of the defense; its errors become one line.
+@contextmanager
+def _running(case: Case) -> Iterator[None]:
+    """Make one line of an error of the defense.
 
     Raises:
         PrivlabError: if it raises anything.
     """
     try:
-        return call()
+        yield
     except PrivlabError:
         raise
     except Exception as error:
@@ -258,9 +209,6 @@ def same_random_state() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[object]:
     """Suppress privlab's warnings, which weaken a verdict on an attack: here only the figures count."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)
-        yield
+    return warnings.catch_warnings(action="ignore", category=PrivlabWarning)

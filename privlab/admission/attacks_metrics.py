@@ -8,10 +8,10 @@ from typing import Any, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from privlab.admission.admit import MODEL, admit_named, photographs, quiet, same_random_state, small_victim
+from privlab.admission.admit import admit, photographs, quiet, same_random_state, small_victim
 from privlab.admission.claims import Check
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, configure, read_options, unknown_name
+from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import BlockScrambling, Blur, CutMix, GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import attack_batch, unread
 from privlab.metrics import METRICS, Metric
@@ -31,8 +31,6 @@ from privlab.threat import (
 from privlab.victims import VictimModel
 from privlab.victims.model import april_twin
 
-__all__ = ["admit_any", "admit_attack", "admit_metric"]
-
 RANK = 40
 """The width of adapters in which a release is tried: above twice the tokens of the small victim."""
 
@@ -44,27 +42,33 @@ def admit_any(
     options: Sequence[str] = (),
     *,
     gamma: float | None = None,
+    seed: int = 0,
     **victim: Any,  # noqa: ANN401
 ) -> tuple[Check, ...]:
     """Admit a defense, an attack or a metric by its name; where a name is of two, it is the first of these.
 
     Args:
-        name: of the defense, attack or metric.
-        options: of it, KEY=VALUE; metrics have none.
-        gamma: γ of the defenses `jigsaw` and `mjp`.
-        **victim: `model`, `weights`, `img_size`, `depth` and `seed`, as `admit_attack` takes them.
+        name: of the defense, attack or metric; no stack of defenses with "+".
+        options: of it, [NAME.]KEY=VALUE, as `--set` takes them; metrics have none.
+        gamma: share of the patches that is shuffled, for the defenses `jigsaw` and `mjp`.
+        seed: of the victim's random weights, of the draws, and of the directions of finite differences.
+        **victim: `model`, `weights`, `img_size` and `depth`, as `small_victim` takes them.
 
     Raises:
         PrivlabError: for an unknown name, an option of something else, and as the admission of each.
     """
-    if name in defenses() or "+" in name:
-        return admit_named(name, options, gamma=gamma, **victim)
-    if name not in attacks() and name not in METRICS:
-        raise unknown_name("defense, attack or metric", name, [*defenses(), *attacks(), *METRICS])
-    if gamma is not None:
+    if "+" in name:
+        raise PrivlabError(f"Defenses are admitted one at a time. Found '{name}'.")
+    check_name("defense, attack or metric", name, [*defenses(), *attacks(), *METRICS])
+    kind = defenses().get(name)
+    if gamma is not None and (kind is None or "gamma" not in {field.name for field in fields(kind)}):
         raise PrivlabError(f"--gamma is for jigsaw and mjp. Found {gamma} for {name}: leave it out.")
+    if kind is not None:
+        read_options(options, [kind])
+        defense = configure(kind, options, {} if gamma is None else {"gamma": gamma})
+        return admit(defense, small_victim(**victim, seed=seed), seed=seed)
     if name in attacks():
-        return admit_attack(name, options, **victim)
+        return admit_attack(name, options, seed=seed, **victim)
     if options:
         raise PrivlabError(f"Metrics take no options. Found '{options[0]}' for {name}: leave it out.")
     return admit_metric(METRICS[name])
@@ -74,11 +78,8 @@ def admit_attack(
     name: str,
     options: Sequence[str] = (),
     *,
-    model: str = MODEL,
-    weights: str = "random",
-    img_size: int | None = 64,
-    depth: int | None = 2,
     seed: int = 0,
+    **victim: Any,  # noqa: ANN401
 ) -> tuple[Check, ...]:
     """Try an installed attack on a small victim, as a run would.
 
@@ -91,17 +92,13 @@ def admit_attack(
     Args:
         name: of the attack.
         options: of it, KEY=VALUE, as `--set` takes them.
-        model: the name of the victim on which it is tried.
-        weights: of the victim, as `--weights` takes them.
-        img_size: the side of the victim's input in pixels; None for its own.
-        depth: how many blocks of the victim are kept; None for all.
         seed: of the weights and of the release's draws.
+        **victim: as in `admit_any`.
 
     Raises:
         PrivlabError: for an unknown name or option, or a victim that cannot be made.
     """
-    if name not in attacks():
-        raise unknown_name("attack", name, attacks())
+    check_name("attack", name, attacks())
     kind = attacks()[name]
     problems = list(_missing_declarations(name, kind))
     declared = Check.at_most("declared", float(len(problems)), 0.0, "; ".join(problems[:3]) or "faults of what it says")
@@ -109,9 +106,9 @@ def admit_attack(
         return (declared,)
     read_options(options, [kind])
     attack = configure(kind, options)
-    victim = small_victim(model, weights, img_size, depth, seed)
+    model = small_victim(**victim, seed=seed)
     with same_random_state(), quiet():
-        return (declared, *_try_attack(attack, victim, seed))
+        return (declared, *_try_attack(attack, model, seed))
 
 
 def admit_metric(metric: Metric) -> tuple[Check, ...]:
@@ -138,30 +135,26 @@ def _missing_declarations(name: str, kind: type[Any]) -> Iterator[str]:
     if not is_dataclass(kind):
         yield "it is no dataclass"
         return
-    wanted: dict[str, type] = {"name": str, "paper": str, "requires": frozenset}
-    for attribute, form in wanted.items():
-        found = getattr(kind, attribute, None)
-        if not isinstance(found, form):
-            yield f"{attribute} must be a {form.__name__}. Found {found!r}"
-    if isinstance(found := getattr(kind, "name", None), str) and found != name:
-        yield f"its name is '{found}', and it is installed as '{name}'"
-    requires = getattr(kind, "requires", frozenset())
+    hints = get_type_hints(AttackDeclarations).items()
+    optional = {attribute: get_origin(hint) or hint for attribute, hint in hints}
+    forms = {"name": str, "paper": str, "requires": frozenset} | optional
+    found = {attribute: getattr(kind, attribute, None) for attribute in forms}
+    for attribute, form in forms.items():
+        if not isinstance(found[attribute], form) and not (found[attribute] is None and attribute in optional):
+            yield f"{attribute} must be a {form.__name__}. Found {found[attribute]!r}"
+    if isinstance(found["name"], str) and found["name"] != name:
+        yield f"its name is '{found['name']}', and it is installed as '{name}'"
+    requires = found["requires"] or frozenset()
     if odd := [each for each in requires if not isinstance(each, Capability)]:
         yield f"requires must hold capabilities. Found {odd[0]!r}"
-    hints = get_type_hints(AttackDeclarations)
-    for field in fields(AttackDeclarations):
-        found, form = getattr(kind, field.name, None), get_origin(hints[field.name]) or hints[field.name]
-        if field.name == "parameters" and not found and Capability.RELEASED_FEATURES not in requires:
-            yield "parameters must name the gradients that it reads, or be ('*',)"
-        if found is not None and not (callable(found) if field.name == "beyond" else isinstance(found, form)):
-            yield f"{field.name} must be a {form.__name__}. Found {found!r}"
+    if not found["parameters"] and Capability.RELEASED_FEATURES not in requires:
+        yield "parameters must name the gradients that it reads, or be ('*',)"
 
 
 def _try_attack(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:  # noqa: ANN401
     """Yield what comes of an attack on the first release that grants what it requires."""
     missing: list[frozenset[Capability]] = []
-    for release in _releases(victim, _filter_for(attack), seed):
-        seen = release()
+    for seen in _releases(victim, _filter_for(attack), seed):
         lacking = attack.requires - seen.grants
         if not lacking and _reads(attack, seen):
             yield Check.at_most("granted", 0.0, 0.0, "capabilities that it requires, and this victim cannot grant")
@@ -184,12 +177,12 @@ def _reads(attack: Any, seen: Seen) -> bool:  # noqa: ANN401
 def _filter_for(attack: Any) -> GradientDefense:  # noqa: ANN401
     """Return a defense of gradients that an attack knows: noise, unless it knows others alone."""
     known = [defenses()[name]() for name in sorted(attack_declarations(attack).knows) if name in defenses()]
-    others = [each for each in known if isinstance(each, GradientDefense)]
-    return next((each for each in others if each.name == GradientNoise.name), (others or [GradientNoise()])[0])
+    filters = {each.name: each for each in known if isinstance(each, GradientDefense)}
+    return filters.get(GradientNoise.name) or next(iter(filters.values()), GradientNoise())
 
 
-def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterator[Callable[[], Seen]]:
-    """Yield what makes each observation on which an attack may be tried."""
+def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterator[Seen]:
+    """Yield each observation on which an attack may be tried; it is made when it is asked for."""
     images, public = photographs(victim)[:2].to(victim.mean), photographs(victim)[2:].to(victim.mean)
     labels = torch.arange(2) % victim.vit.num_classes
 
@@ -200,31 +193,22 @@ def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterato
         read = sorted(released_parameters(model))
         return observe(model, images, labels, read, defense, [draw(0), draw(1)], public=public)
 
-    def update(client: Client) -> Observation:
-        one_by_one = zip(images.split(1), labels.split(1), (draw(0), draw(1)), strict=True)
-        return observe_updates(victim, client, [ClientData(*each) for each in one_by_one])
-
-    def encrypted() -> Observation:
-        stack = Stack((BlockScrambling(),))
-        feed = stack.feed(images, victim.patch, [draw(0), draw(1)], key=draw(3))
-        return observe(victim, feed, labels, sorted(released_parameters(victim)), stack.parts)
-
-    def features(*defense: Any) -> FeatureObservation:  # noqa: ANN401
-        stack = Stack(defense)
-        draws = Draws([draw(0), draw(1)], draw(2), draw(3))
+    def features(defense: Any) -> FeatureObservation:  # noqa: ANN401
+        stack, draws = Stack((defense,)), Draws([draw(0), draw(1)], draw(2), draw(3))
         feed = stack.feed(images, victim.patch, draws.images, key=draws.model)
         return observe_features(victim, send(victim, feed, stack, draws), stack, public)
 
-    yield lambda: gradients(victim)
-    yield lambda: gradients(april_twin(victim))
-    yield lambda: gradients(victim, noisy)
+    yield gradients(victim)
+    yield gradients(april_twin(victim))
+    yield gradients(victim, noisy)
     for client in (Client(), Client("adamw"), Client(trains="adapters", rank=RANK), Client(clients=2, steps=2)):
-        yield lambda client=client: update(client)
-    yield lambda: features(Undefended())
-    yield lambda: features(RowPermutation())
-    yield lambda: features(Blur(sigma=1.0))
-    yield lambda: features(CutMix())
-    yield encrypted
+        one_by_one = zip(images.split(1), labels.split(1), (draw(0), draw(1)), strict=True)
+        yield observe_updates(victim, client, [ClientData(*each) for each in one_by_one])
+    for defense in (Undefended(), RowPermutation(), Blur(sigma=1.0), CutMix()):
+        yield features(defense)
+    scrambling = Stack((BlockScrambling(),))
+    encrypted = scrambling.feed(images, victim.patch, [draw(0), draw(1)], key=draw(3))
+    yield observe(victim, encrypted, labels, sorted(released_parameters(victim)), scrambling.parts)
 
 
 def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
@@ -237,8 +221,7 @@ def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
         return
     yield Check.at_most("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
     changed = [name for name, value in _tensors_of(seen).items() if not torch.equal(value, before[name])]
-    what = "tensors of the victim and the release that it changed"
-    yield Check.at_most("untouched", float(len(changed)), 0.0, f"{what}: {', '.join(changed[:3])}" if changed else what)
+    yield Check.none("untouched", changed, "tensors of the victim and the release that it changed")
     if not changed:
         apart = float((attack_batch(attack, seen).images - images).abs().max())
         yield Check.at_most("same-seen", apart, 0.0, "largest difference of two reconstructions from one observation")

@@ -1,7 +1,8 @@
 """What defenses on images and on features claim of their release, and how that is measured."""
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -10,17 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.admission.measures import (
-    STEP,
-    TOLERANCE,
-    colour_wheel,
-    off_differences,
-    permutation_faults,
-    span_of,
-    unlike,
-    worse_than_best,
-)
 from privlab.attacks import LeastSquares, PatchGradient
+from privlab.base import linear_sum_assignment
 from privlab.metrics import psnr
 from privlab.patches import patchify, permute, restore_features, unpatchify
 from privlab.release import (
@@ -30,7 +22,7 @@ from privlab.release import (
     gradient_capabilities,
     observe,
     observe_features,
-    per_sample_gradients,
+    released_gradients,
     released_parameters,
 )
 from privlab.threat import (
@@ -46,21 +38,16 @@ from privlab.threat import (
 )
 from privlab.victims import VictimModel
 
-__all__ = [
-    "NOISE_FACTOR",
-    "Check",
-    "OnFeatures",
-    "OnImages",
-    "Tensors",
-    "TwoClients",
-    "acts_as",
-    "control_of_gradients",
-]
-
 CONTROL_PSNR = 60.0
 """The least PSNR of the control, in dB."""
 NOISE_FACTOR = 1.1
 """The largest factor between declared and measured variance of a noise."""
+STEP = 1e-6
+"""Step of finite differences in float64; rounding and the third derivative leave an error of about 1e-8."""
+TOLERANCE = 1e-6
+"""The largest error of a directional derivative, relative to the norm of the gradient."""
+LEAST_DIVISOR = 1e-300
+"""Is added to, or bounds, what is divided by, so that 0 / 0 is 0; it is far below the rounding of float64."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -100,6 +87,17 @@ class Check:
         """
         return cls(name, value >= limit, value, limit, text, "≥")
 
+    @classmethod
+    def none(cls, name: str, found: Sequence[str], text: str) -> "Check":
+        """Return a check that passes if nothing of what `text` says was found; else its text ends with three names.
+
+        Args:
+            name: name of the check, such as "untouched".
+            found: the names of what was found.
+            text: what was looked for, in words.
+        """
+        return cls.at_most(name, float(len(found)), 0.0, f"{text}: {', '.join(found[:3])}" if found else text)
+
 
 @dataclass(frozen=True, eq=False)
 class TwoClients:
@@ -114,11 +112,6 @@ class TwoClients:
         """Return the classes of the two images."""
         return torch.arange(2) % self.model.vit.num_classes
 
-    @property
-    def released(self) -> list[str]:
-        """Return the names of the released parameters."""
-        return sorted(released_parameters(self.model))
-
     def clients(self, *, neighbour: bool = False) -> Float[Tensor, "2 c h w"]:
         """Return the two images."""
         return self.images[[0, 2 if neighbour else 1]]
@@ -129,28 +122,93 @@ class TwoClients:
         own, other, batch, model = (torch.Generator().manual_seed(seed) for seed in seeds)
         return Draws([own, other], batch, model)
 
+    def gradients(self, feed: Feed) -> dict[str, Tensor]:
+        """Return the gradients of the released parameters on what is fed."""
+        return released_gradients(self.model, feed, self.labels, sorted(released_parameters(self.model)))
+
+    def directional(self, feed: Feed, gradients: Tensors, variance: Tensors) -> tuple[Float[Tensor, "p b"], ...]:
+        """Return, for each parameter and image, g·v, its slope along v, ‖g‖, and the deviation of g·v.
+
+        Each parameter θ has a random direction v, along which the slope is (ℓ(θ + hv) − ℓ(θ − hv)) / 2h. ℓ is the loss
+        of the victim's own forward pass on what is fed.
+
+        Args:
+            feed: what the clients feed, one image each.
+            gradients: released gradients g by parameter name, with the images in the first dimension.
+            variance: declared variance of each of their entries; nothing for exact ones.
+        """
+        model, draw = copy.deepcopy(self.model), torch.Generator().manual_seed(self.seed)
+        parameters = {name.removeprefix("vit."): θ for name, θ in model.named_parameters()}
+
+        def loss() -> Float[Tensor, " b"]:
+            logits = model(feed.images, feed.masked_pe, feed.replacement)
+            return F.cross_entropy(logits, self.labels, reduction="none")
+
+        rows = []
+        for name, g in gradients.items():
+            θ = parameters[name]
+            v = torch.randn(θ.shape, generator=draw, dtype=θ.dtype)
+            noise = variance[name] * v.square() if variance else torch.zeros_like(g)
+            rows.append([(g * v).flatten(1).sum(1), _slope(θ, v, loss), g.flatten(1).norm(dim=1)])
+            rows[-1].append(noise.flatten(1).sum(1).sqrt())
+        found, slopes, norms, σ = (torch.stack(values) for values in zip(*rows, strict=True))
+        return found, slopes, norms + 1e-3 * norms.square().mean(0).sqrt(), σ  # no norm is zero, even of g = 0
+
+
+@torch.no_grad()
+def _slope(θ: Tensor, v: Tensor, loss: Callable[[], Tensor]) -> Float[Tensor, " b"]:
+    """Return the central difference of the losses in the direction v of θ, whose value is restored."""
+    before, values = θ.detach().clone(), []
+    for sign in (1, -1):
+        θ.copy_(before + sign * STEP * v)
+        values.append(loss())
+    θ.copy_(before)
+    return (values[0] - values[1]) / (2 * STEP)
+
 
 @dataclass(frozen=True, eq=False)
-class OnImages:
+class Claims:
+    """A defense, and the two clients that it is tried on."""
+
+    defense: AnyDefense
+    subject: TwoClients
+
+    def acts_as(self) -> Iterator[Check]:
+        """Yield, for a defense that declares what it does, how many declarations its releases contradict."""
+        if defense_declarations(self.defense).acts_as is not None:
+            wrong = contradictions(self.subject.model, self.defense, NOISE_FACTOR)
+            text = "; ".join(wrong) or "effects that are not as declared"
+            yield Check.at_most("acts-as", float(len(wrong)), 0.0, text)
+
+    def control(self) -> Check:
+        """Return what patch-gradient finds without the defense."""
+        subject, images, attack = self.subject, self.subject.clients(), PatchGradient()
+        check_capabilities(attack, gradient_capabilities(subject.model))
+        seen = observe(subject.model, images, subject.labels, attack.parameters)
+        value = float(psnr(attack(seen), images).min())
+        return Check.at_least("control", value, CONTROL_PSNR, "PSNR of patch-gradient without it")
+
+
+@dataclass(frozen=True, eq=False)
+class OnImages(Claims):
     """A defense on images: what the client feeds is x̃, with its order."""
 
     defense: Defense
-    subject: TwoClients
 
     contents: ClassVar[str] = "images in [0, 1], an order of the patches, masks"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return the inputs of the defense."""
+        """Return the two images."""
         return {"images": self.subject.clients(neighbour=neighbour)}
 
     def run(self, inputs: Tensors, draws: Draws) -> Feed:
-        """Return what the defense makes of these inputs."""
+        """Return what the clients feed."""
         own = draws.images if defense_declarations(self.defense).per != "model" else [draws.model]
         return self.defense(inputs["images"], self.subject.model.patch, own)
 
     def tensors(self, feed: Feed) -> dict[str, Tensor]:
-        """Return the release as tensors by name."""
-        found = {"images": feed.images, "order": feed.order, "moved": feed.moved, "masked_pe": feed.masked_pe}
+        """Return the images, their order, and the masks."""
+        found = {name: getattr(feed, name) for name in ("images", "order", "moved", "masked_pe")}
         return {name: value for name, value in found.items() if value is not None}
 
     def own(self, feed: Feed) -> dict[str, Tensor]:
@@ -162,7 +220,7 @@ class OnImages:
         return self.tensors(Feed.undefended(self.subject.clients(), self.subject.model.patch))
 
     def problems(self, feed: object) -> Iterator[str]:
-        """Yield each deviation of the release from its form, in words."""
+        """Yield each deviation from images in [0, 1] and an order that says which slots moved."""
         if type(feed) is not Feed:
             yield f"{type(feed).__name__} instead of Feed"
             return
@@ -179,17 +237,16 @@ class OnImages:
             return
         if not bool(((feed.images >= 0) & (feed.images <= 1)).all()):
             yield f"images in [{feed.images.min():.3g}, {feed.images.max():.3g}] instead of [0, 1]"
-        yield from permutation_faults("order", feed.order)
+        yield from _permutation_faults("order", feed.order)
         if bool((feed.order != torch.arange(slots[1]))[~feed.moved].any()):
             yield "an order that moves slots which are not declared as moved"
 
     def checks(self, feed: Feed) -> Iterator[Check]:
-        """Yield the checks of a release that has its form."""
-        yield from acts_as(self.defense, self.subject.model)
-        yield Check.at_most("order", self._displacement(feed), 0.01, "distance of slots from what order and moved say")
-        model, labels, names = self.subject.model, self.subject.labels, self.subject.released
-        gradients = per_sample_gradients(model, feed, labels, names)
-        off = off_differences(model, feed, labels, gradients, self.subject.seed)
+        """Yield whether the order is the declared one, and the gradients are those of the defended model."""
+        off = self._displacement(feed)
+        yield Check.at_most("order", off, 0.01, "distance of slots from what order and moved say")
+        found, slopes, norms, _ = self.subject.directional(feed, self.subject.gradients(feed), {})
+        off = largest((found - slopes).abs() / norms)
         yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
 
     def _displacement(self, feed: Feed) -> float:
@@ -203,9 +260,9 @@ class OnImages:
         moved = permute(subject.clients(), feed.order, patch)
         if feed.moved.any() and not torch.equal(self._recognisable(feed.images), self._recognisable(moved)):
             return 1.0
-        wheel = colour_wheel(subject.model.image_shape).repeat(2, 1, 1, 1)
+        wheel = _colour_wheel(subject.model.image_shape).repeat(2, 1, 1, 1)
         fed = self.run({"images": wheel.clone()}, subject.draws())
-        return worse_than_best(self._recognisable(fed.images), self._recognisable(wheel), fed.order, patch)
+        return _worse_than_best(self._recognisable(fed.images), self._recognisable(wheel), fed.order, patch)
 
     def _recognisable(self, images: Tensor) -> Tensor:
         """Return images as they are, or with each patch's values in ascending order if the defense permutes them."""
@@ -214,32 +271,27 @@ class OnImages:
             return images
         return unpatchify(patchify(images, model.patch).sort(-1).values, model.image_shape)
 
-    def control(self) -> Check:
-        """Return what leaks without the defense."""
-        return control_of_gradients(self.subject)
-
 
 @dataclass(frozen=True, eq=False)
-class OnFeatures:
+class OnFeatures(Claims):
     """A defense on the tokens that a client of split learning sends."""
 
     defense: FeatureDefense
-    subject: TwoClients
 
     contents: ClassVar[str] = "as many rows as the embedding has, orders of rows and columns"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return the inputs of the defense."""
+        """Return the embedded tokens of the two images."""
         with torch.no_grad():
             return {"tokens": self.subject.model.embed(self.subject.clients(neighbour=neighbour))}
 
     def run(self, inputs: Tensors, draws: Draws) -> Sent:
-        """Return what the defense makes of these inputs."""
-        return self.defense.send(Sent.plain(inputs["tokens"], self.subject.model.vit.num_prefix_tokens), draws)
+        """Return what the clients send."""
+        return self.defense.send(self._plain(inputs["tokens"]), draws)
 
     def tensors(self, sent: Sent) -> dict[str, Tensor]:
-        """Return the release as tensors by name."""
-        found = {"features": sent.features, "source": sent.source, "columns": sent.columns}
+        """Return the rows, and the orders of rows and columns."""
+        found = {name: getattr(sent, name) for name in ("features", "source", "columns")}
         return {name: value for name, value in found.items() if value is not None}
 
     def own(self, sent: Sent) -> dict[str, Tensor]:
@@ -249,10 +301,10 @@ class OnFeatures:
 
     def without_defense(self) -> dict[str, Tensor]:
         """Return what would be sent without the defense."""
-        return self.tensors(Sent.plain(self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens))
+        return self.tensors(self._plain(self.inputs()["tokens"]))
 
     def problems(self, sent: object) -> Iterator[str]:
-        """Yield each deviation of the release from its form, in words."""
+        """Yield each deviation from rows as the embedding has them, with orders of rows and columns."""
         if type(sent) is not Sent:
             yield f"{type(sent).__name__} instead of Sent"
             return
@@ -265,32 +317,43 @@ class OnFeatures:
         yield from wrong
         if wrong:
             return
-        yield from permutation_faults("source", sent.source.view(1, -1))
-        yield from () if sent.columns is None else permutation_faults("columns", sent.columns[None])
+        yield from _permutation_faults("source", sent.source.view(1, -1))
+        yield from () if sent.columns is None else _permutation_faults("columns", sent.columns[None])
         if sent.prefix != prefix:
             yield f"prefix {sent.prefix} instead of {prefix}"
         if not 0 <= sent.key_bits < math.inf:
             yield f"key_bits {sent.key_bits} instead of a number of bits"
 
     def checks(self, sent: Sent) -> Iterator[Check]:
-        """Yield the checks of a release that has its form."""
-        yield from acts_as(self.defense, self.subject.model)
+        """Yield whether the rows are the declared ones but for the declared noise, and can be trained through."""
         declared = defense_declarations(self.defense)
         effects = declared.acts_as
         std = float(effects.noise_std if isinstance(effects, Effects) else declared.std or 0.0)
-        tokens = self.inputs()["tokens"]
+        tokens, columns = self.inputs()["tokens"], sent.columns
         rows = tokens.flatten(0, 1)[sent.source]
-        error = float((sent.features - (rows if sent.columns is None else rows[..., sent.columns])).square().mean())
+        error = float((sent.features - (rows if columns is None else rows[..., columns])).square().mean())
         if std > 0:
-            factor = max(error, 1e-300) / std**2
-            yield Check.at_most(
-                "rows", max(factor, 1 / factor), NOISE_FACTOR, "factor between variance of the noise and std²"
-            )
+            factor = max(error, LEAST_DIVISOR) / std**2
+            worst = max(factor, 1 / factor)
+            yield Check.at_most("rows", worst, NOISE_FACTOR, "factor between variance of the noise and std²")
         else:
             off = (error / float(tokens.square().mean())) ** 0.5
             yield Check.at_most("rows", off, 1e-9, "distance of rows from what source and columns say; no std")
         off = self._off_differences(tokens)
         yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂tokens‖")
+
+    def control(self) -> Check:
+        """Return what leaks without the defense; images in the span of the embedding leak completely."""
+        model = self.subject.model
+        images = _span_of(model, self.subject.clients())
+        with torch.no_grad():
+            sent = self._plain(model.embed(images))
+        seen = observe_features(model, sent, Stack(()), images[:0])
+        value = float(psnr(LeastSquares(prior="ridge")(seen).images, images).min())
+        return Check.at_least("control", value, CONTROL_PSNR, "PSNR of least-squares without it, as far as W carries")
+
+    def _plain(self, tokens: Float[Tensor, "b t d"]) -> Sent:
+        return Sent.plain(tokens, self.subject.model.vit.num_prefix_tokens)
 
     def _off_differences(self, tokens: Float[Tensor, "b t d"]) -> float:
         """Return the error of the derivative through the release against finite differences, in random directions."""
@@ -313,29 +376,75 @@ class OnFeatures:
         logits = model.head(plain.restore(model.backbone(plain.features)))
         return F.cross_entropy(logits, self.subject.labels, reduction="sum")
 
-    def control(self) -> Check:
-        """Return what leaks without the defense; images in the span of the embedding leak completely."""
-        model = self.subject.model
-        images = span_of(model, self.subject.clients())
-        with torch.no_grad():
-            sent = Sent.plain(model.embed(images), model.vit.num_prefix_tokens)
-        seen = observe_features(model, sent, Stack(()), images[:0])
-        value = float(psnr(LeastSquares(prior="ridge")(seen).images, images).min())
-        return Check.at_least("control", value, CONTROL_PSNR, "PSNR of least-squares without it, as far as W carries")
+
+def largest(errors: Tensor) -> float:
+    """Return the largest of some errors, of which nan is infinite."""
+    return float(errors.nan_to_num(math.inf).max())
 
 
-def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
-    """Yield, for a defense that declares what it does, the number of declarations that its releases contradict."""
-    if defense_declarations(defense).acts_as is not None:
-        wrong = contradictions(model, defense, NOISE_FACTOR)
-        yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
+def apart(a: Tensors, b: Tensors) -> float:
+    """Return the largest difference of two releases, in each tensor relative to its largest entry."""
+    if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
+        return math.inf
+    pairs = [(value.detach().double(), b[name].detach().double()) for name, value in a.items()]
+    return max(float((x - y).abs().max() / x.abs().max().clamp(min=LEAST_DIVISOR)) for x, y in pairs if x.numel())
 
 
-def control_of_gradients(subject: TwoClients) -> Check:
-    """Return what patch-gradient finds without a defense."""
-    images, attack = subject.clients(), PatchGradient()
-    check_capabilities(attack, gradient_capabilities(subject.model))
-    seen = observe(subject.model, images, subject.labels, attack.parameters)
-    return Check.at_least(
-        "control", float(psnr(attack(seen), images).min()), CONTROL_PSNR, "PSNR of patch-gradient without it"
-    )
+def unlike(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+    """Yield each way in which a value of this name is not a finite tensor of this shape and type, in words.
+
+    Args:
+        name: name of the value, with which each text begins.
+        value: what the defense returned; a missing value is None.
+        shape: the expected shape.
+        dtype: the expected type.
+    """
+    if not isinstance(value, Tensor):
+        yield f"{name}: {type(value).__name__} instead of a tensor"
+        return
+    if tuple(value.shape) != tuple(shape):
+        yield f"{name} of shape {tuple(value.shape)} instead of {tuple(shape)}"
+    if value.dtype != dtype:
+        yield f"{name} of {value.dtype} instead of {dtype}"
+    if not value.isfinite().all():
+        yield f"{name} with nan or inf"
+
+
+def _permutation_faults(name: str, orders: Int[Tensor, "b n"]) -> Iterator[str]:
+    """Yield a text if an order is no permutation of 0 to n − 1."""
+    if not torch.equal(orders.sort(1).values, torch.arange(orders.shape[1]).expand_as(orders)):
+        yield f"{name} that leaves some out or repeats others"
+
+
+def _worse_than_best(
+    fed: Float[Tensor, "b c h w"], source: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int
+) -> float:
+    """Return how much further the fed patches are from those that `order` names than from the best assignment.
+
+    It is the difference of the sums of squared distances, over the expected sum for a random order, of the worst image.
+    Slot i of a fed image holds patch order[i] of its source.
+    """
+    worst = 0.0
+    for slots, patches, named in zip(patchify(fed, patch), patchify(source, patch), order, strict=True):
+        costs = torch.cdist(slots, patches).square()
+        best = costs[linear_sum_assignment(costs.numpy())].sum()
+        random = torch.cdist(patches, patches).square().mean(1).sum()
+        worst = max(worst, float((costs.gather(1, named[:, None]).sum() - best) / random.clamp(min=LEAST_DIVISOR)))
+    return worst
+
+
+def _colour_wheel(shape: tuple[int, int, int]) -> Float[Tensor, "c h w"]:
+    """Return one period of colours across and down, a torus in RGB: low frequencies, and no two places alike."""
+    down, across = (2 * math.pi * (torch.arange(n, dtype=torch.float64) + 0.5) / n for n in shape[1:])
+    ring = 0.3 + 0.15 * down.cos()[:, None]
+    blue = (0.15 * down.sin())[:, None].expand(shape[1:])
+    return 0.5 + torch.stack([ring * across.cos(), ring * across.sin(), blue])
+
+
+def _span_of(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    """Return the images without what the patch projection W loses, with contrast reduced if they would leave [0, 1]."""
+    W = model.vit.patch_embed.proj.weight.detach().flatten(1)
+    X = patchify(model.normalise(images), model.patch)
+    offset = unpatchify(X @ torch.linalg.pinv(W) @ W, model.image_shape) * model.std
+    room = 0.9 * torch.minimum(model.mean, 1 - model.mean) / offset.abs().amax((2, 3), keepdim=True)
+    return model.mean + offset * room.amin(1, keepdim=True).clamp(max=1)

@@ -16,8 +16,6 @@ from typing import Any
 
 from privlab.base import PrivlabError
 
-__all__ = ["REFUSED", "confine", "confined"]
-
 REFUSED = "; an entry may not."
 """How the message of what a plug-in may not do ends."""
 
@@ -31,11 +29,9 @@ _inside: ContextVar[tuple[str, str, list[str]] | None] = ContextVar("inside", de
 
 @contextmanager
 def confined(module: str, method: str) -> Iterator[None]:
-    """Refuse the network, files and processes to what runs in this thread.
+    """Refuse the network, files and processes to a method of a plug-in's module in this thread.
 
-    Args:
-        module: that of the plug-in; what is read while another module is imported is let pass.
-        method: what is called, for the message.
+    What is read while another module is imported is let pass.
 
     Raises:
         PrivlabError: for the first of them that was tried, whatever was made of its error.
@@ -58,11 +54,7 @@ def confined(module: str, method: str) -> Iterator[None]:
 
 
 def confine(module: str) -> None:
-    """Confine the methods of all classes of a module.
-
-    Args:
-        module: that of the plug-in, as `sys.modules` has it.
-    """
+    """Confine the methods of all classes of a module, which was imported under this name."""
     for kind in [*vars(sys.modules[module]).values()]:
         if isinstance(kind, type) and kind.__module__ == module:
             for name, value in [*vars(kind).items()]:

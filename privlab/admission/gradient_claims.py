@@ -6,42 +6,32 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from privlab.admission.claims import NOISE_FACTOR, Check, Tensors, TwoClients, acts_as, control_of_gradients
-from privlab.admission.measures import (
-    TOLERANCE,
-    entries_with_noise,
-    off_in_noise,
-    overstatement,
-    scale_of,
-    understatement,
-    unlike,
-)
+from privlab.admission.claims import LEAST_DIVISOR, NOISE_FACTOR, TOLERANCE, Check, Claims, Tensors, largest, unlike
 from privlab.attacks import PatchGradient
-from privlab.release import per_sample_gradients
 from privlab.threat import Draws, Feed, GradientDefense, defense_declarations
-
-__all__ = ["OnGradients"]
 
 ROUNDING_FACTOR = 3.0
 """The largest factor between declared and measured variance of a rounding; it is wide, as its law is only a model."""
+_FEWEST = 50
+"""Entries with noise below which the mean of their squares says nothing of its variance."""
+_FEWEST_ROUNDED = 1000
+"""Entries with a variance below which the errors of a rounding are not alike enough to have one."""
 
 
 @dataclass(frozen=True, eq=False)
-class OnGradients:
+class OnGradients(Claims):
     """A defense on the gradients of all released parameters."""
 
     defense: GradientDefense
-    subject: TwoClients
 
     contents: ClassVar[str] = "the gradients of the released parameters, in their shapes and types"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
         """Return the inputs of the defense."""
-        model = self.subject.model
-        feed = Feed.undefended(self.subject.clients(neighbour=neighbour), model.patch)
-        return per_sample_gradients(model, feed, self.subject.labels, self.subject.released)
+        return self.subject.gradients(self._fed(neighbour=neighbour))
 
     def run(self, inputs: Tensors, draws: Draws) -> Any:  # noqa: ANN401
         """Return what the defense makes of these inputs."""
@@ -68,16 +58,13 @@ class OnGradients:
         withheld = defense_declarations(self.defense).withholds(true)
         yield from (f"{name}, which is no released parameter" for name in released if name not in true)
         yield from (f"{name}, which it says that it withholds" for name in released if name in withheld)
-        for name, g in true.items():
-            if name not in withheld:
-                yield from unlike(name, released.get(name), g.shape, g.dtype)
+        yield from _unlike({name: g for name, g in true.items() if name not in withheld}, released)
 
     def checks(self, released: Tensors) -> Iterator[Check]:
         """Yield the checks of a release that has its form."""
-        yield from acts_as(self.defense, self.subject.model)
         variance = self.defense.variance(released)
         true = {name: g for name, g in self.inputs().items() if name in released}
-        wrong = [w for name, g in true.items() for w in unlike(name, variance.get(name), g.shape, g.dtype)]
+        wrong = _unlike(true, variance)
         some = {name: released[name] for name in PatchGradient.parameters if name in released}
         known = self.defense.variance(some)  # an adversary may read only some of the gradients
         wrong += [w for name, g in some.items() for w in unlike(f"{name} alone", known.get(name), g.shape, g.dtype)]
@@ -97,16 +84,16 @@ class OnGradients:
             variance = {name: value.masked_fill(cut[name], 0) for name, value in variance.items()}
         again = self.run(self.inputs(), self.subject.draws(1))
         yield from self._variance(true, told, variance, again)
-        model, labels = self.subject.model, self.subject.labels
-        feed = Feed.undefended(self.subject.clients(), model.patch)
-        off = off_in_noise(model, feed, labels, told, variance, self.subject.seed)
+        off = self._off_in_noise(told, variance)
         yield Check.at_most("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
+
+    def _fed(self, *, neighbour: bool = False) -> Feed:
+        return Feed.undefended(self.subject.clients(neighbour=neighbour), self.subject.model.patch)
 
     @staticmethod
     def _at_bound(true: Tensors, released: Tensors, cut: Tensors) -> Check:
         """Return the check that entries which are said to be cut were no smaller; ∞ if `cut` has not its form."""
-        wrong = [w for name, g in true.items() for w in unlike(name, cut.get(name), g.shape, torch.bool)]
-        if wrong:
+        if wrong := _unlike(true, cut, torch.bool):
             return Check.at_most("at-bound", math.inf, 0.0, f"declared entries at a bound: {wrong[0]}")
         beyond = sum(int((cut[name] & ~_no_smaller(g, released[name])).sum()) for name, g in true.items())
         return Check.at_most("at-bound", float(beyond), 0.0, "entries said to be cut to a bound that were below it")
@@ -117,7 +104,8 @@ class OnGradients:
         `again` is a release with other draws: the variance is that of noise if noise explains the errors. What is zero
         in one of both may be missing there, as draws choose which entries are: that is no noise.
         """
-        fitted = scale_of(true, released, variance)
+        least = 1e-18 * sum(float(g.square().mean()) for g in true.values()) + LEAST_DIVISOR  # well above rounding
+        fitted = _scale_of(true, released, variance, least)
         errors = [
             {name: g - scale.view(-1, *[1] * (g.ndim - 1)) * true[name] for name, g in released.items()}
             for scale in (fitted, torch.zeros_like(fitted))
@@ -126,20 +114,75 @@ class OnGradients:
         drawn = sum(float((again[name] - g)[kept[name]].square().sum()) / 2 for name, g in released.items())
         noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
         most = NOISE_FACTOR if noise else ROUNDING_FACTOR
-        counts = entries_with_noise(released, variance) if noise else {name: g.numel() for name, g in released.items()}
-        too_small = min(understatement(true, error, variance, counts) for error in errors)
+        missing = {name: (g == 0) & (variance[name] > 0) for name, g in released.items()}
+        counts = {name: int((~zero).sum()) if noise else zero.numel() for name, zero in missing.items()}
+        slack = {name: _slack(count) for name, count in counts.items()}
+        stated = {name: float(variance[name].mean()) + least for name in released}
+        too_small = min(
+            max((float(e.square().mean()) + least) / stated[name] / slack[name] for name, e in error.items())
+            for error in errors
+        )
         which = "of the worst parameter, less chance"
         yield Check.at_most("variance", too_small, most, f"measured over declared, {which}")
-        too_large = overstatement(true, released, errors[0], variance, counts, noise=noise)
-        yield Check.at_most(
-            "overstated", too_large, most, "declared over measured, of the worst parameter, less chance"
-        )
+        squares = _squares(errors[0], missing, variance)
+        factors = {name: stated[name] / (float(e.mean()) + least) / slack[name] for name, e in squares.items()}
+        if noise:  # on a share of the entries, a parameter of which few were sent tells nothing
+            few = {name for name, zero in missing.items() if zero.any() and counts[name] < _FEWEST}
+        else:
+            few = {name for name in factors if int((variance[name] > 0).sum()) < _FEWEST_ROUNDED}
+        too_large = max((factor for name, factor in factors.items() if name not in few), default=0.0)
+        yield Check.at_most("overstated", too_large, most, f"declared over measured, {which}")
 
-    def control(self) -> Check:
-        """Return what leaks without the defense."""
-        return control_of_gradients(self.subject)
+    def _off_in_noise(self, released: Tensors, variance: Tensors) -> float:
+        """Return the error against finite differences in standard deviations of the declared noise.
+
+        The gradient of each image may have a scale of its own, as clipping leaves it: the best one counts. An error of
+        an eighth of the `TOLERANCE` counts as one standard deviation.
+        """
+        found, slopes, norms, σ = self.subject.directional(self._fed(), released, variance)
+        σ = (σ.square() + (TOLERANCE / 8 * norms).square()).sqrt()
+        above, below = (found * slopes / σ.square()).sum(0), (slopes / σ).square().sum(0)
+        fitted = (above / below.clamp(min=LEAST_DIVISOR)).clamp(min=0)
+        return min(largest((found - scale * slopes).abs() / σ) for scale in (fitted, torch.zeros_like(fitted)))
+
+
+def _unlike(true: Tensors, found: Tensors, dtype: torch.dtype | None = None) -> list[str]:
+    """Return each way in which tensors have not the shapes of the true ones, or another type, in words."""
+    return [w for name, g in true.items() for w in unlike(name, found.get(name), g.shape, dtype or g.dtype)]
 
 
 def _no_smaller(true: Tensor, bound: Tensor) -> Tensor:
     """Return which entries have the sign of a bound and are no smaller, up to rounding."""
     return true * bound.sign() >= bound.abs() * (1 - TOLERANCE)
+
+
+def _slack(count: int) -> float:
+    """Return 1 + 6·√(2/n): a mean of n squares has a relative deviation of √(2/n), of which six are allowed."""
+    return 1 + 6 * math.sqrt(2 / max(count, 1))
+
+
+def _scale_of(true: Tensors, released: Tensors, variance: Tensors, least: float) -> Float[Tensor, " b"]:
+    """Return c ≥ 0 of each image for which c · ∂ℓ/∂θ is nearest to the release, each entry weighted by 1 / variance."""
+    above, below = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for name, g in true.items():
+        weight = 1 / (variance[name] + least)
+        above = above + (weight * released[name] * g).flatten(1).sum(1)
+        below = below + (weight * g.square()).flatten(1).sum(1)
+    return (above / below.clamp(min=LEAST_DIVISOR)).clamp(min=0)
+
+
+def _squares(error: Tensors, missing: Tensors, variance: Tensors) -> dict[str, Tensor]:
+    """Return the squares of the errors, by which an overstated variance is told.
+
+    For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and all such
+    entries of one parameter may lie far below it: so each counts as uniform up to the largest of all those that have
+    its variance, in whichever parameter.
+    """
+    bounds, which = torch.cat([variance[name][zero] for name, zero in missing.items()]).unique(return_inverse=True)
+    zeroed = torch.cat([error[name][zero].square() for name, zero in missing.items()])
+    highest = zeroed.new_zeros(len(bounds)).scatter_reduce(0, which, zeroed, "amax")
+    uniform = zeroed.maximum(highest[which] / 3).split([int(zero.sum()) for zero in missing.values()])
+    return {
+        name: error[name].square().masked_scatter(zero, known)
+        for (name, zero), known in zip(missing.items(), uniform, strict=True)
+    }

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["linear_sum_assignment"]
-
 
 def linear_sum_assignment(cost: Any, maximize: bool = False) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN401
     """Return the rows and the columns of an assignment with the least sum of costs, min_π Σ_i C_{i, π(i)}.

@@ -4,12 +4,12 @@ import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-
-import torch
+from typing import TYPE_CHECKING
 
 from privlab.base.errors import PrivlabError
 
-__all__ = ["commit", "hardware", "pick_device", "versions"]
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = (
     "privlab",
@@ -25,19 +25,31 @@ _PACKAGES = (
 )
 
 
-def pick_device(name: str) -> torch.device:
+def check_device(name: str) -> None:
+    """Refuse what is not the name of a device, which costs no import of torch.
+
+    Raises:
+        PrivlabError: for another name than "auto", "cpu", "cuda" and "cuda:N".
+    """
+    kind, colon, number = name.partition(":")
+    if name not in ("auto", "cpu") and (kind != "cuda" or (colon and not number.isdecimal())):
+        raise PrivlabError(f"Unknown device '{name}'. Use auto, cpu, cuda or cuda:N.")
+
+
+def pick_device(name: str) -> "torch.device":
     """Return the device of "auto", "cpu", "cuda" or "cuda:N".
 
     Raises:
         PrivlabError: for another name, or a GPU that is not there.
     """
+    import torch
+
+    check_device(name)
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    kind, colon, number = name.partition(":")
-    if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
-        raise PrivlabError(f"Unknown device '{name}'. Use auto, cpu, cuda or cuda:N.")
     if name == "cpu":
         return torch.device("cpu")
+    number = name.partition(":")[2]
     if int(number or 0) >= torch.cuda.device_count():
         raise PrivlabError(
             f"Device '{name}' is not there: torch sees {torch.cuda.device_count()} GPUs. Use --device cpu."
@@ -47,11 +59,13 @@ def pick_device(name: str) -> torch.device:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that shape a result; None for one that is missing."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES}
 
 
-def hardware(device: torch.device) -> dict[str, object]:
+def hardware(device: "torch.device") -> dict[str, object]:
     """Return the platform, the processor, the threads and the device that a result was computed on."""
+    import torch
+
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "platform": platform.platform(),
@@ -61,6 +75,16 @@ def hardware(device: torch.device) -> dict[str, object]:
         "device": str(device),
         "gpu": gpu,
     }
+
+
+def core_count() -> int:
+    """Return the number of processor cores that this process may use; where nothing restricts it, all."""
+    import psutil
+
+    process = psutil.Process()
+    if hasattr(process, "cpu_affinity"):  # macOS has none
+        return len(process.cpu_affinity())
+    return psutil.cpu_count() or 1
 
 
 def commit() -> dict[str, object] | None:
@@ -77,7 +101,8 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None for one that is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,9 +1,8 @@
 """Errors that a user can act on: one line with what is wrong, the value found, and what would be right."""
 
+import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-
-__all__ = ["PrivlabError", "check_name", "check_range", "first", "unknown_name"]
 
 _MOST_CHOICES = 24
 """The most names that a message lists."""
@@ -57,6 +56,19 @@ def check_range(holds: bool, name: str, right: str, found: object) -> None:
     """
     if not holds:
         raise PrivlabError(f"{name} must be {right}. Found {found}.")
+
+
+def memory_ended(error: Exception) -> str | None:
+    """Return one line for the user if a GPU had too little memory; None for any other error. It does not import torch.
+
+    Args:
+        error: any exception, such as `torch.OutOfMemoryError`.
+    """
+    if type(error).__name__ != "OutOfMemoryError":
+        return None
+    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    more = f" {wanted[1]} more were needed." if wanted else ""
+    return f"The GPU has too little memory.{more} Use a smaller batch, fewer --workers, or --device cpu."
 
 
 def first(names: Iterable[str], most: int = 6) -> str:

@@ -1,19 +1,20 @@
-"""Files that are written whole or not at all, and their hashes."""
+"""Files that are written whole or not at all, their hashes, and what TOML and JSON hold."""
 
 import errno
 import hashlib
+import math
 import os
 import platform
 import time
+import tomllib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from privlab.base.errors import PrivlabError
-
-__all__ = ["UNFINISHED", "delete_unfinished", "read_text", "sha256_of", "sync", "unwritable", "write_whole"]
 
 UNFINISHED = ".tmp-"
 """How the name of a file begins that is being written."""
@@ -22,7 +23,9 @@ _ABANDONED = 24 * 3600.0
 """Seconds after which nobody is still writing a file, which takes less than one."""
 
 
-def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True, private: bool = False) -> None:
+def write_whole(
+    path: Path, write: Callable[[Path], object], *, durable: bool = True, private: bool = False, place: str = "--out"
+) -> None:
     """Write a temporary file and rename it: a reader sees the whole new file, or what was there before.
 
     Args:
@@ -30,6 +33,7 @@ def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = 
         write: fills the temporary file whose path it is given.
         durable: whether to wait until the file and its name are on the disk, so that it stays after a crash.
         private: whether nobody but the user may read it (mode 0600), from its first byte on.
+        place: what the user may change, for the error.
 
     Raises:
         PrivlabError: if the disk is full or the file cannot be written.
@@ -48,7 +52,7 @@ def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = 
         if durable:
             sync(path.parent)
     except OSError as error:
-        raise unwritable(path.parent, error) from error
+        raise unwritable(path.parent, error, place) from error
     finally:
         with suppress(OSError):  # a read-only directory has no such file
             temporary.unlink(missing_ok=True)
@@ -62,26 +66,15 @@ def delete_unfinished(folder: Path) -> None:
     Args:
         folder: the folder, without those in it; it need not be there.
     """
+    import psutil
+
     for file in folder.glob(f"{UNFINISHED}*"):
         machine, _, rest = file.name.removeprefix(UNFINISHED).partition("-")
         process = rest.partition("-")[0]
         with suppress(OSError):  # its writer has just finished it, or the folder is read-only
             ours = machine == _machine() and process.isdecimal()
-            if (ours and not _lives(int(process))) or time.time() - file.stat().st_mtime > _ABANDONED:
+            if (ours and not psutil.pid_exists(int(process))) or time.time() - file.stat().st_mtime > _ABANDONED:
                 file.unlink()
-
-
-def _lives(process: int) -> bool:
-    """Return whether a process of this machine is there, as far as can be told."""
-    if os.name != "posix":
-        return True  # there, signal 0 ends a process
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # another user's
-        return True
-    return True
 
 
 @cache
@@ -109,17 +102,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def unwritable(path: Path, error: OSError) -> PrivlabError:
+def unwritable(path: Path, error: OSError, place: str = "--out") -> PrivlabError:
     """Return the error that says why a folder or file cannot be written.
 
     Args:
         path: the folder or file that was to be written.
         error: the operating system's error.
+        place: what the user may change.
     """
     if error.errno == errno.ENOSPC:
         return PrivlabError(f"No space left on the device of '{path}'. What was finished before stays readable.")
     reason = os.strerror(error.errno) if error.errno else error  # Arrow's own words are long
-    return PrivlabError(f"'{path}' cannot be written: {reason}. Give another --out.")
+    return PrivlabError(f"'{path}' cannot be written: {reason}. Give another {place}.")
 
 
 def read_text(path: Path, what: str) -> str:
@@ -140,13 +134,29 @@ def read_text(path: Path, what: str) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex.
-
-    Args:
-        path: path of the file, which is read in parts.
-    """
-    digest = hashlib.sha256()
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Return the contents of a text in TOML.
+
+    Raises:
+        PrivlabError: if it is none; the message begins with `where`.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PrivlabError(f"{where} is no TOML: {error}.") from None
+
+
+def plain_data(value: object) -> object:
+    """Return data that JSON can hold: NaN becomes null, and infinity the text "Infinity" or "-Infinity"."""
+    if isinstance(value, Mapping):
+        return {key: plain_data(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

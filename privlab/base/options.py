@@ -2,18 +2,37 @@
 
 A class with a field `config` takes more keys than its fields: `config_types()` returns their types. Such a key may hold
 dots, and its value goes into `config` as a (key, value) pair.
+
+The range of an option stands with its type: `steps: AtLeast1 = 200` and `__post_init__ = check_options`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
+from functools import cache
+from typing import Annotated, Any, Protocol, TypeVar, get_type_hints, runtime_checkable
 
-from privlab.base.errors import PrivlabError, unknown_name
-
-__all__ = ["configure", "options_of", "read_numbers", "read_options"]
+from privlab.base.errors import PrivlabError, check_name, check_range, unknown_name
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Range:
+    """What a value must be, in words, and whether it is; a comparison with NaN is false."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+AtLeast0 = Annotated[int, _Range("at least 0", lambda x: x >= 0)]
+AtLeast1 = Annotated[int, _Range("at least 1", lambda x: x >= 1)]
+NotNegative = Annotated[float, _Range("at least 0 and finite", lambda x: 0 <= x < math.inf)]
+Positive = Annotated[float, _Range("above 0 and finite", lambda x: 0 < x < math.inf)]
+Share = Annotated[float, _Range("in [0, 1]", lambda x: 0 <= x <= 1)]
+PositiveShare = Annotated[float, _Range("in (0, 1]", lambda x: 0 < x <= 1)]
+Fraction = Annotated[float, _Range("in (0, 1)", lambda x: 0 < x < 1)]
 
 
 @runtime_checkable
@@ -148,3 +167,22 @@ def read_numbers(option: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise PrivlabError(f"{option} takes numbers with commas, such as 0,0.27. Found '{text}'.") from None
+
+
+def check_options(part: Any) -> None:  # noqa: ANN401
+    """Raise a PrivlabError for the first option of an attack or a defense that is out of its range.
+
+    The range of a number is one of those above. `Annotated[str, NAMES]` takes one of these names.
+    """
+    for name, limit in _limits(type(part)):
+        if isinstance(limit, _Range):
+            check_range(limit.holds(getattr(part, name)), f"{name} of {part.name}", limit.words, getattr(part, name))
+        else:
+            check_name(f"{name} of {part.name}", getattr(part, name), limit)
+
+
+@cache
+def _limits(kind: type[Any]) -> tuple[tuple[str, _Range | Collection[str]], ...]:
+    """Return the limit of each option that has one."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((f.name, limit) for f in fields(kind) for limit in getattr(hints[f.name], "__metadata__", ()))

@@ -1,4 +1,4 @@
-"""Independent parts of a work on the cores of the machine, one thread each."""
+"""Long computations: their parts on the cores of the machine, and how they say what is done."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["one_per_core"]
+Progress = Callable[[int, int | None], None]
+"""A function that is called with the number of items that are done, and with the number of all, None if unknown."""
 
 T = TypeVar("T")
 

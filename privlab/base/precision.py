@@ -7,22 +7,43 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["full_precision", "int8_step", "to_int8"]
+from privlab.base.errors import PrivlabError
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Multiply float32 in float32, in all threads; one thread may enter this and another one leave it."""
+    matmul, conv = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = conv
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Compute in the tensors' own precision: TF32 and autocast would change the released gradient, and the leak."""
-    matmul, conv = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = conv
+    with without_tf32(), torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
+        yield
+
+
+@contextmanager
+def gradients_enabled() -> Iterator[None]:
+    """Let autograd record within the context, also under `torch.no_grad`.
+
+    Raises:
+        PrivlabError: under `torch.inference_mode`, whose tensors autograd cannot use.
+    """
+    if torch.is_inference_mode_enabled():
+        raise PrivlabError(
+            "Gradients cannot be computed under torch.inference_mode: leave it, or use torch.no_grad in its place."
+        )
+    with torch.enable_grad():
+        yield
 
 
 def int8_step(x: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:

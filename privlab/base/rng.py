@@ -4,8 +4,6 @@ import hashlib
 
 from torch import Generator
 
-__all__ = ["draw_for"]
-
 
 def draw_for(seed: int, image_sha256: str, purpose: str, draw: int = 0) -> Generator:
     """Return a CPU generator seeded by SHA-256 of (run seed, image hash, purpose, number of the draw).

@@ -8,49 +8,18 @@ import codecs
 import io
 import os
 import sys
-import unicodedata
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from privlab.base.errors import PrivlabError
 
-__all__ = ["CLOSED", "OutputClosed", "Stream", "end_streams", "prepare_streams"]
-
 CLOSED = 141
 """Exit status where nobody reads standard output any more: what a shell says of a program that SIGPIPE ended."""
-
-_HANDLER = "privlab.spell"
-
-_SPELLED = {"±": "+/-", "×": "x", "−": "-", "–": "-", "—": "-", "…": "...", "·": ".", "↑": "^", "↓": "v", "→": "->"}
-_SPELLED |= {"≤": "<=", "≥": ">=", "≈": "~", "≠": "!=", "∞": "inf", "∈": "in", "√": "sqrt", "‖": "||", "∩": "and"}
-_SPELLED |= {"“": '"', "”": '"', "‘": "'", "’": "'", "\N{NO-BREAK SPACE}": " "}
 
 
 class OutputClosed(Exception):
     """Nobody reads standard output any more."""
-
-
-def spelled(text: str) -> str:
-    """Return text in ASCII: symbols of formulas are spelled, all else that ASCII lacks is escaped as in Python."""
-    return "".join(char if char.isascii() else _spell(char) for char in text)
-
-
-def _spell(char: str) -> str:
-    if (known := _SPELLED.get(char)) is not None:
-        return known
-    name = unicodedata.name(char, "").split()
-    if name[:1] == ["GREEK"] and "LETTER" in name and name[-2] == "LETTER":
-        return name[-1].lower() if char.islower() else name[-1].title()
-    plain = unicodedata.normalize("NFKD", char)  # ₁ and ² are digits; an ö keeps its mark, and is escaped
-    return plain if plain.isascii() else char.encode("ascii", "backslashreplace").decode()
-
-
-def _handle(error: UnicodeError) -> tuple[str, int]:
-    """Spell what an encoding lacks, as the handler of its errors."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return spelled(error.object[error.start : error.end]), error.end
 
 
 class Stream(io.TextIOWrapper):
@@ -58,17 +27,14 @@ class Stream(io.TextIOWrapper):
 
     def __init__(self, number: int, encoding: str, *, kept: bool) -> None:
         binary = open(number, "wb", closefd=False)  # noqa: SIM115
-        ascii_only = codecs.lookup(encoding).name == "ascii"
         # click takes a stream that says ASCII for a mistake and writes UTF-8; Latin-1 holds ASCII
-        super().__init__(binary, "latin-1" if ascii_only else encoding, _HANDLER)
+        super().__init__(binary, "latin-1" if codecs.lookup(encoding).name == "ascii" else encoding)
         self.reconfigure(line_buffering=not kept or self.isatty())
-        self._number, self._ascii_only, self._kept = number, ascii_only, kept
+        self._number, self._written, self._kept = number, encoding, kept
 
     def fitted(self, text: str) -> str:
-        """Return text as it is written: whole where the encoding has all of it, else with the rest spelled."""
-        if text.isascii():
-            return text
-        return spelled(text) if self._ascii_only else text.encode(self.encoding, _HANDLER).decode(self.encoding)
+        """Return text as it is written: characters that the encoding lacks are escaped as in Python."""
+        return text if text.isascii() else text.encode(self._written, "backslashreplace").decode(self._written)
 
     def write(self, text: str, /) -> int:
         """Write text; what the stream cannot take is dropped.
@@ -104,7 +70,7 @@ class Stream(io.TextIOWrapper):
 
 
 def prepare_streams() -> None:
-    """Let this process's standard output and error outlive their readers, and spell what their encodings lack.
+    """Let this process's standard output and error outlive their readers, and escape what their encodings lack.
 
     A descriptor that is closed is opened on nothing, so that no file of a run is taken for it.
     """
@@ -114,7 +80,6 @@ def prepare_streams() -> None:
         except OSError:
             with suppress(OSError):
                 os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-    codecs.register_error(_HANDLER, _handle)
     sys.stdout, sys.stderr = _prepared(sys.stdout, kept=True), _prepared(sys.stderr, kept=False)
 
 

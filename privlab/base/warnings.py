@@ -4,11 +4,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PrivlabWarning", "collect_warnings"]
-
 
 class PrivlabWarning(UserWarning):
     """Something that weakens a verdict: the run goes on, and the reader must know."""
+
+
+def warn(message: str, level: int = 2) -> None:
+    """Warn of something that weakens a verdict, as of the caller `level` calls above."""
+    warnings.warn(message, PrivlabWarning, stacklevel=level + 1)
 
 
 @contextmanager

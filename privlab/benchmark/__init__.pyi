@@ -7,8 +7,9 @@ from .page import site_files as site_files
 from .page import write_site as write_site
 from .results import Result as Result
 from .results import read_result as read_result
-from .rule import Standing as Standing
 from .rule import standings as standings
+from .standing import Standing as Standing
+from .standing import listed as listed
 from .submit import submit as submit
 from .tracks import TRACKS as TRACKS
 from .tracks import VERSION as VERSION

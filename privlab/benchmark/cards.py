@@ -11,10 +11,9 @@ from privlab.attacks import attacks
 from privlab.base import PrivlabError, check_name, check_range, first, parse_toml, read_text, unknown_name, write_whole
 from privlab.benchmark.tracks import BUNDLED, TRACKS, VERSION, Track, photographs, track
 from privlab.defenses import DEFENSES, Undefended, defenses
+from privlab.report.tables import DETERMINISTIC
 from privlab.report.tables.knowledge import AGGREGATION
 from privlab.threat import acts_on, defense_declarations
-
-__all__ = ["KEY", "TEMPLATES", "Card", "Reported", "Utility", "instances", "parse_card", "read_card", "write_template"]
 
 TEMPLATES = ("defense", "attack")
 """The kinds of entries, each of which has a template."""
@@ -38,24 +37,6 @@ _RELEASES = {
 
 
 @dataclass(frozen=True)
-class Utility:
-    """What the use of the defense costs, in the words of the card: the measure, its value, and how it was measured."""
-
-    measure: str
-    value: float | None
-    how: str
-
-
-@dataclass(frozen=True)
-class Reported:
-    """What the authors report: the metric, its value if it is one of the track's, and the claim in a sentence."""
-
-    claim: str
-    metric: str = ""
-    value: float | None = None
-
-
-@dataclass(frozen=True)
 class Card:
     """An entry as its card states it.
 
@@ -63,7 +44,9 @@ class Card:
     aggregation, whose parameter `clients` is that of the clients' settings. `plugin` is a file that holds the class.
     `reconstructions` is a folder, for an attack that is given by its images of the public half; `against` names the
     defenses that an attack was made for, by their entries. `releases` is a folder, for a defense that is given by what
-    it released of the bundled photographs. `text` is the card itself, `folder` where it lay.
+    it released of the bundled photographs. `utility` says what the defense costs: the `measure`, its `value`,
+    and `how` it was measured. `reported` says what the authors report: the `claim` in a sentence, and the `metric` with
+    its `value` if it is one of the track's. `text` is the card itself, `folder` where it lay.
     """
 
     track: str
@@ -80,8 +63,8 @@ class Card:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     secret_bits: float | None = None
     epsilon: float | int | str | None = None
-    utility: Utility | None = None
-    reported: Reported | None = None
+    utility: Mapping[str, Any] = field(default_factory=dict)
+    reported: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", repr=False)
     folder: Path = field(default=Path(), repr=False)
 
@@ -101,6 +84,11 @@ class Card:
         return int(self.parameters.get("clients", 1)) if self.parts == (AGGREGATION,) else 1
 
     @property
+    def draws(self) -> int:
+        """Return how often the defense is drawn: once where it draws nothing at random."""
+        return 1 if {*self.parts} <= DETERMINISTIC else self.of.draws
+
+    @property
     def stated_alone(self) -> frozenset[str]:
         """Return which of `secret_bits` and `epsilon` no code of this package derives: the card's word stands."""
         of_package = self.track == "weights" or self.clients > 1 or {*self.parts} <= DEFENSES.keys()
@@ -115,10 +103,9 @@ class Card:
         return self.victim or self.of.victims[0].name
 
 
+_TEXTS = ("track", "version", "kind", "name", "paper", "uses", "plugin", "reconstructions", "releases", "victim")
 _WANTED: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("track", "version", "kind", "name", "paper", "uses", "plugin", "reconstructions", "releases", "victim"), (str,)
-    ),
+    **dict.fromkeys(_TEXTS, (str,)),
     "against": (list,),
     "parameters": (dict,),
     "secret_bits": (int, float),
@@ -126,8 +113,15 @@ _WANTED: Mapping[str, tuple[type, ...]] = {
     "utility": (dict,),
     "reported": (dict,),
 }
-_CONVERTED = ("against", "secret_bits", "utility", "reported")
-_NEEDED = ("track", "version", "kind", "name", "paper")
+_TABLES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "utility": {"measure": (str,), "how": (str,), "value": (int, float)},
+    "reported": {"claim": (str,), "metric": (str,), "value": (int, float)},
+}
+_NEEDED = {
+    "card": ("track", "version", "kind", "name", "paper"),
+    "utility": ("measure", "how"),
+    "reported": ("claim",),
+}
 _OF_DEFENSE = ("secret_bits", "epsilon", "utility")
 
 
@@ -142,21 +136,19 @@ def read_card(path: Path) -> Card:
 
 
 def parse_card(text: str, where: str, folder: Path) -> Card:
-    """Return the card that a text states.
+    """Return the card that a text in TOML states, checked as `read_card` does.
 
     Args:
-        text: the card, in TOML.
+        text: the card.
         where: its name in errors.
         folder: what the paths of its files are relative to.
-
-    Raises:
-        PrivlabError: as `read_card`.
     """
     given = parse_toml(text, where)
-    _check_keys(given, where, _WANTED, _NEEDED)
+    _check_keys(given, where, _WANTED, _NEEDED["card"])
+    track, kind = given["track"], given["kind"]
     try:
-        check_name("track", given["track"], TRACKS)
-        check_name("kind of entry", given["kind"], TEMPLATES)
+        check_name("track", track, TRACKS)
+        check_name("kind of entry", kind, TEMPLATES)
     except PrivlabError as error:
         raise PrivlabError(f"{where}: {error}") from None
     if given["version"] != VERSION:
@@ -164,26 +156,24 @@ def parse_card(text: str, where: str, folder: Path) -> Card:
             f"{where} is an entry of version '{given['version']}', and this package has the tracks of '{VERSION}': "
             f"install the privlab that has them, or state version = '{VERSION}' and submit again."
         )
-    if given["kind"] == "defense" and (lacking := [name for name in _OF_DEFENSE if name not in given]):
+    if kind == "defense" and (lacking := [name for name in _OF_DEFENSE if name not in given]):
         raise PrivlabError(f"{where} does not state {lacking[0]}. A defense states {', '.join(_OF_DEFENSE)}.")
-    if given["kind"] == "attack" and bool(given.get("reconstructions")) and len(given.get("against", ())) != 1:
-        raise PrivlabError(f'{where}: reconstructions are of one defense: name its entry, against = ["NAME"].')
-    if given.get("releases") and (given["kind"], given["track"]) != ("defense", "gradients"):
+    if kind == "attack" and given.get("reconstructions") and len(given.get("against", ())) != 1:
+        raise PrivlabError(f'{where}: reconstructions must be of one defense. Name its entry by against = ["NAME"].')
+    if given.get("releases") and (kind, track) != ("defense", "gradients"):
         raise PrivlabError(
-            f"{where}: recorded releases are of a defense on the track 'gradients'. Found an entry of kind "
-            f"'{given['kind']}' on the track '{given['track']}'."
+            f"{where}: recorded releases are only supported for a defense on the track 'gradients'. Found an entry "
+            f"of kind '{kind}' on the track '{track}'."
         )
     if isinstance(given.get("epsilon"), str) and given["epsilon"] != "none":
         raise PrivlabError(f"{where}: epsilon must be a number or \"none\". Found '{given['epsilon']}'.")
-    card = Card(
-        **{name: value for name, value in given.items() if name not in _CONVERTED},
-        secret_bits=_real(given.get("secret_bits")),
-        against=tuple(given.get("against", ())),
-        utility=_utility(given["utility"], where) if "utility" in given else None,
-        reported=_reported(given["reported"], where) if "reported" in given else None,
-        text=text,
-        folder=folder,
-    )
+    given["against"] = tuple(given.get("against", ()))
+    if "secret_bits" in given:
+        given["secret_bits"] = float(given["secret_bits"])
+    for name, wanted in _TABLES.items():
+        if name in given:
+            _check_keys(given[name], f"{where}, [{name}]", wanted, _NEEDED[name])
+    card = Card(**given, text=text, folder=folder)
     card.of.victim(card.victim_name)
     if card.kind == "defense" and card.parts == (AGGREGATION,):
         _check_clients(card)
@@ -201,22 +191,6 @@ def _check_keys(
             raise PrivlabError(f"{where}: {name} must be of type {words}. Found {value!r}.")
     if lacking := [name for name in needed if not given.get(name)]:
         raise PrivlabError(f"{where} does not state {lacking[0]}. Give {', '.join(needed)}.")
-
-
-def _utility(given: Mapping[str, Any], where: str) -> Utility:
-    _check_keys(
-        given, f"{where}, [utility]", {"measure": (str,), "value": (int, float), "how": (str,)}, ("measure", "how")
-    )
-    return Utility(given["measure"], _real(given.get("value")), given["how"])
-
-
-def _reported(given: Mapping[str, Any], where: str) -> Reported:
-    _check_keys(given, f"{where}, [reported]", {"metric": (str,), "value": (int, float), "claim": (str,)}, ("claim",))
-    return Reported(given["claim"], given.get("metric", ""), _real(given.get("value")))
-
-
-def _real(value: float | int | None) -> float | None:
-    return None if value is None else float(value)
 
 
 def instances(card: Card) -> list[Any]:
@@ -245,13 +219,13 @@ def _check_clients(card: Card) -> None:
     """Raise PrivlabError if a card of secure aggregation is of another track, or does not state K ≥ 2 clients."""
     if card.track != AGGREGATES:
         raise PrivlabError(
-            f"'{AGGREGATION}' is of clients that train, which the track '{card.track}' does not have. Enter it on the "
+            f"'{AGGREGATION}' needs clients that train, which the track '{card.track}' does not have. Enter it on the "
             f"track '{AGGREGATES}'."
         )
     if {*card.parameters} != {"clients"}:
         raise PrivlabError(
             f"The card of '{card.name}' states {', '.join(card.parameters) or 'no parameter'}. '{AGGREGATION}' has "
-            "clients alone."
+            "only the parameter clients."
         )
     K, most = card.parameters["clients"], len(photographs(BUNDLED))
     fine = isinstance(K, int) and not isinstance(K, bool) and 2 <= K <= most
@@ -260,26 +234,26 @@ def _check_clients(card: Card) -> None:
 
 def _made(card: Card, name: str, kind: type[Any], own: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Return an instance whose fields have exactly the values that the card states."""
-    names = {each.name: each.default for each in fields(kind)}
+    defaults = {each.name: each.default for each in fields(kind)}
     for key, value in own.items():
-        if key not in names:
+        if key not in defaults:
             raise PrivlabError(
-                f"The card of '{card.name}' states {key}, which '{name}' has not. It has {first([*names])}."
+                f"The card of '{card.name}' states {key}, which is not a parameter of '{name}'. It has "
+                f"{first(defaults)}."
             )
-        if _is_number(names[key]) and not _is_number(value):
+        if _is_number(defaults[key]) and not _is_number(value):
             raise PrivlabError(
                 f"The card of '{card.name}' says {key} = {value!r}. It must be a number, without quotes."
             )
     made = kind(**own)
-    actual = asdict(made)
-    for key in names:
+    for key, actual in asdict(made).items():
         if key not in own:
             raise PrivlabError(
-                f"The card of '{card.name}' leaves out {key} of '{name}', which is {actual[key]!r}. State it."
+                f"The card of '{card.name}' leaves out {key} of '{name}', which is {actual!r}. State it."
             )
-        if not _same(actual[key], own[key]):
+        if not _same(actual, own[key]):
             raise PrivlabError(
-                f"The card of '{card.name}' says {key} = {own[key]!r}, and '{name}' works with {actual[key]!r}. "
+                f"The card of '{card.name}' says {key} = {own[key]!r}, and '{name}' works with {actual!r}. "
                 "State what it works with."
             )
     return made
@@ -310,7 +284,7 @@ def write_template(kind: str, folder: Path) -> list[Path]:
     for name in (f"my_{kind}.toml", f"my_{kind}.py"):
         text, path = (files("privlab.benchmark") / "templates" / f"{name}.txt").read_text("utf-8"), folder / name
         if path.exists():
-            raise PrivlabError(f"'{path}' is there already. Give another folder.")
+            raise PrivlabError(f"'{path}' already exists. Give another folder.")
         write_whole(path, lambda draft, text=text: draft.write_text(text, "utf-8"))
         written.append(path)
     return written

@@ -1,22 +1,16 @@
 """The entries of this package, and those of a folder: cards, and the results that were measured of them."""
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from privlab.base import PrivlabError, PrivlabWarning, first, read_text
+from privlab.base import PrivlabError, first, read_text, warn
 from privlab.benchmark.cards import Card, read_card
-from privlab.benchmark.results import Result, read_result
+from privlab.benchmark.results import Result, parse_result, read_result
+from privlab.benchmark.standing import PACKAGE, Told, result_texts
 from privlab.evaluation import CONTROL
-
-__all__ = ["Told", "defense_entries", "entries", "entries_of", "told"]
-
-PACKAGE = Path(str(files("privlab.experiments") / "benchmark"))
-"""The folder of the entries that come with privlab: cards/*.toml and results/*.json."""
 
 
 def entries(folders: Sequence[Path] = ()) -> list[Result]:
@@ -31,8 +25,8 @@ def entries(folders: Sequence[Path] = ()) -> list[Result]:
         PrivlabError: if a folder is not there, a result was edited or is of another version, or two are of one entry.
     """
     found: dict[tuple[str, str], Result] = {}
-    for folder in (PACKAGE, *folders):
-        for result in entries_of(folder):
+    for results in (of_package(), *map(entries_of, folders)):
+        for result in results:
             before = found.get(key := (result.card.track, result.card.name))
             if before is not None and before.path.resolve() != result.path.resolve():
                 _check_replaces(before, result)
@@ -40,40 +34,35 @@ def entries(folders: Sequence[Path] = ()) -> list[Result]:
     return list(found.values())
 
 
+@cache
+def of_package() -> tuple[Result, ...]:
+    """Return the results of this package, which are read and checked once in a process."""
+    return tuple(parse_result(text.decode(), PACKAGE / "results" / name) for name, text in result_texts().items())
+
+
 def _check_replaces(before: Result, result: Result) -> None:
     """Warn if a result stands in for the package's own; two from elsewhere are an error."""
     entry = f"'{result.card.name}' of the track '{result.card.track}'"
     if not before.path.is_relative_to(PACKAGE):
-        raise PrivlabError(f"'{before.path}' and '{result.path}' are of one entry, {entry}: keep one of them.")
-    warnings.warn(
-        f"{result.path} stands in for the package's own result of {entry}. Name the entry otherwise to keep both.",
-        PrivlabWarning,
-        stacklevel=3,
+        raise PrivlabError(
+            f"'{before.path}' and '{result.path}' are results of the same entry, {entry}. Keep one of them."
+        )
+    warn(
+        f"{result.path} replaces the package's own result of {entry}. Give the entry another name to keep both.",
+        3,
     )
 
 
 def entries_of(folder: Path) -> Iterator[Result]:
-    """Yield the results of one folder, in the order of their names.
-
-    Raises:
-        PrivlabError: if the folder is not there, or as `read_result` does.
-    """
+    """Yield the results of one folder, in the order of their names."""
     if not folder.is_dir():
-        raise PrivlabError(f"There is no folder '{folder}'.")
+        raise PrivlabError(f"No folder at '{folder}'. Give one with result files.")
     for path in sorted({*folder.glob("*.json"), *folder.glob("results/*.json")}):
         yield read_result(path)
 
 
 def defense_entries(track: str, names: Sequence[str] = ()) -> list[Card]:
-    """Return the cards of this package's defenses of a track.
-
-    Args:
-        track: the track's name.
-        names: those to return; none for all.
-
-    Raises:
-        PrivlabError: if one of the names is no entry of the track.
-    """
+    """Return the cards of this package's defenses of a track: those of these names, or all."""
     own = {card.name: card for card in _defenses() if card.track == track}
     for name in names:
         if name not in own:
@@ -81,39 +70,20 @@ def defense_entries(track: str, names: Sequence[str] = ()) -> list[Card]:
     return [own[name] for name in names or own]
 
 
-def _defenses() -> list[Card]:
-    """Return the cards of this package's defenses, of all tracks."""
-    cards = [read_card(path) for path in sorted((PACKAGE / "cards").glob("*.toml"))]
-    return [card for card in cards if card.kind == "defense"]
+@cache
+def _defenses() -> tuple[Card, ...]:
+    """Return the cards of this package's defenses, of all tracks, which are read once in a process."""
+    cards = (read_card(path) for path in sorted((PACKAGE / "cards").glob("*.toml")))
+    return tuple(card for card in cards if card.kind == "defense")
 
 
-@dataclass(frozen=True)
-class Told:
-    """How often an adversary names the photograph of an entry among candidates, by the best of what was compared.
-
-    `rate` is the rank-1 rate among `among` candidates, and `low` and `high` its 95 % interval of Clopper and Pearson,
-    over `images` photographs; chance is 1 / `among`, and `control` the highest rate of a control, over all that was
-    compared. `by` says what was compared, and `commands` measure it again. `compared` names all that was looked at,
-    "pictures" and "releases": what was not compared may tell more.
-    """
-
-    rate: float
-    low: float
-    high: float
-    images: int
-    among: int
-    control: float
-    by: str
-    commands: tuple[str, ...]
-    compared: tuple[str, ...]
-
-    @property
-    def above_control(self) -> bool:
-        """Return whether the interval lies above every control, and above chance: the rate is the best of several."""
-        return self.low > max(self.control, 1 / self.among)
+@cache
+def told_of_package() -> Mapping[tuple[str, str], Told]:
+    """Return what `told` does of this package's files, which are read once in a process."""
+    return told(PACKAGE / "identity")
 
 
-def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
+def told(folder: Path) -> dict[tuple[str, str], Told]:
     """Return how often the photograph of each entry is told, by track and name, from what `privlab identify` printed.
 
     The table of a file TABLE-pictures.json or TABLE-releases.json has a case for each entry, with the track as its
@@ -126,53 +96,51 @@ def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
     Raises:
         PrivlabError: if a file has no such rows, or is of no entry of this package.
     """
-    known = {(card.track, card.name) for card in _defenses()}
-    rows: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any]]]] = {}
-    for path in sorted(folder.glob("*.json")):
-        for row in _identified(path):
-            track, _, name = str(row["case"]).partition(" ")
-            if (track, name) not in known:
-                raise PrivlabError(f"'{path}' is of '{row['case']}', which is no 'TRACK ENTRY' of this package.")
-            rows.setdefault((track, name), []).append((path, row))
-    return {key: own for key, each in rows.items() if (own := _best(each)) is not None}
+    known = {f"{card.track} {card.name}": (card.track, card.name) for card in _defenses()}
+    rows = [row for path in sorted(folder.glob("*.json")) for row in _identified(path)]
+    for row in rows:
+        if row["case"] not in known:
+            raise PrivlabError(
+                f"'{row['path']}' has the case '{row['case']}'. It must be 'TRACK ENTRY', with an entry of this "
+                "package."
+            )
+    found = {key: _best([row for row in rows if row["case"] == case]) for case, key in known.items()}
+    return {key: own for key, own in found.items() if own is not None}
 
 
 def _identified(path: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of a file of `privlab identify --json`."""
+    """Return the rows of a file of `privlab identify --json`, each with the file's path."""
     names = ("case", "attack", "features", "n", "rank_1", "low", "high", "images")
     try:
         rows = json.loads(read_text(path, "file of privlab identify"))["identity"]
-        return [{name: row[name] for name in names} for row in rows]
+        return [{"path": path} | {name: row[name] for name in names} for row in rows]
     except (ValueError, KeyError, TypeError):
         raise PrivlabError(f"'{path}' is not what privlab identify --json prints: it has no rows 'identity'.") from None
 
 
-def _best(rows: Sequence[tuple[Path, Mapping[str, Any]]]) -> Told | None:
-    """Return the best of what was compared for an entry, from its rows and their files; None of controls alone."""
-    most = max(row["n"] for _, row in rows)
-    able = [(path, row) for path, row in rows if row["n"] == most]
-    controls = [row["rank_1"] for _, row in able if row["attack"].startswith(CONTROL)]
-    attacks = [(path, row) for path, row in able if not row["attack"].startswith(CONTROL)]
+def _best(rows: Sequence[Mapping[str, Any]]) -> Told | None:
+    """Return the best of what was compared for an entry; None of controls alone, or of nothing."""
+    most = max((row["n"] for row in rows), default=0)
+    controls, attacks = [], []
+    for row in rows:
+        if row["n"] == most:
+            (controls if row["attack"].startswith(CONTROL) else attacks).append(row)
     if not attacks:
         return None
-    path, row = max(attacks, key=lambda each: each[1]["rank_1"])
-    table, _, compared = path.stem.rpartition("-")
-    pictures = f"{row['features']} of pictures by {row['attack']}"
-    return Told(
-        rate=row["rank_1"],
-        low=row["low"],
-        high=row["high"],
-        images=row["images"],
-        among=most,
-        control=max(controls, default=0.0),
-        by=pictures if compared == "pictures" else row["features"].replace("release", compared),
-        commands=_identify_commands(table, compared),
-        compared=tuple(sorted({path.stem.rpartition("-")[2] for path, _ in attacks})),
-    )
-
-
-def _identify_commands(table: str, compared: str) -> tuple[str, str]:
-    """Return the commands that run a table on the listed photographs, and look for them among candidates."""
+    best = max(attacks, key=lambda row: row["rank_1"])
+    table, _, compared = best["path"].stem.rpartition("-")
+    by, option = f"{best['features']} of pictures by {best['attack']}", ""
+    if compared != "pictures":
+        by, option = best["features"].replace("release", compared), f" --compare {compared}"
     run = f"privlab table {table} --images FOLDER --manifest privlab/benchmark/tracks/public.csv"
-    option = "" if compared == "pictures" else f" --compare {compared}"
-    return run, f"privlab identify runs/{table} --candidates FOLDER --among 2,10,50,500{option} --json"
+    return Told(
+        rate=best["rank_1"],
+        low=best["low"],
+        high=best["high"],
+        images=best["images"],
+        among=most,
+        control=max((row["rank_1"] for row in controls), default=0.0),
+        by=by,
+        commands=(run, f"privlab identify runs/{table} --candidates FOLDER --among 2,10,50,500{option} --json"),
+        compared=tuple(sorted({row["path"].stem.rpartition("-")[2] for row in attacks})),
+    )

@@ -12,17 +12,16 @@ from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.results import Result
+from privlab.benchmark.standing import with_tuples
 from privlab.benchmark.tracks import Track, photographs
 from privlab.benchmark.weights import known_by as known_by_keys
 from privlab.evaluation import CONTROL, EXACT_DB
 from privlab.metrics import DECIBELS
-from privlab.report.tables import Score, red_flags, sign_of
+from privlab.report.tables import Facts, Score, red_flags, sign_of
+from privlab.report.tables.case_verdicts import WORDS, verdicts_of
 from privlab.report.tables.knowledge import declared_defenses, kinds_in, knows, undone
 from privlab.report.tables.leakage import measure
 from privlab.report.tables.per_image import WORST, Scored
-from privlab.report.tables.power import power
-
-__all__ = ["FROM_ROWS", "LEVEL", "NO_ADAPTIVE", "Judged", "check_concluded", "conclude", "judge", "number"]
 
 LEVEL = 0.95
 """The confidence level of all intervals."""
@@ -33,16 +32,14 @@ NO_ADAPTIVE = "No adaptive attack"
 ELSEWHERE = "No adaptive attack in another case"
 """What it is called if one does in the case that leaks most: the score, which is of that case, stands."""
 
-FROM_ROWS = ("worst", "leakiest", "by", "images", "median", "worst_image")
+OF_ROWS = ("worst", "leakiest", "by", "images", "median", "worst_image")
 """What the rows of a result say by themselves."""
 
-FROM_CLASSES = ("known_by", "verdict", "flags", "knows")
+OF_CLASSES = ("known_by", "verdict", "flags", "knows")
 """What they say with what the classes of the entry declare; `knows` is of an attack on a defense."""
 
 _APART = 0.01
 """How far two scores of the same rows may be apart."""
-
-_WORDS = ("broken", "holds", "no evidence", "no defense")
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,11 @@ class Judged:
     worst_image: str = ""
 
     @property
+    def shown(self) -> Mapping[str, str]:
+        """Return the hashes of the two photographs, by what they are."""
+        return {"median": self.median, "worst": self.worst_image}
+
+    @property
     def score(self) -> Score:
         """Return the worst case of the leakiest case."""
         return self.worst.get(self.leakiest, Score(math.nan))
@@ -73,12 +75,7 @@ class Judged:
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON; a score of infinity is 100 dB, above which only rounding is measured."""
         worst = {
-            name: {
-                "mean": number(each.mean),
-                "low": number(each.low),
-                "high": number(each.high),
-                "images": each.images,
-            }
+            name: {key: number(getattr(each, key)) for key in ("mean", "low", "high")} | {"images": each.images}
             for name, each in self.worst.items()
         }
         return asdict(self) | {"known_by": list(self.known_by), "worst": worst, "flags": list(self.flags)}
@@ -86,56 +83,41 @@ class Judged:
     @classmethod
     def of_json(cls, given: Mapping[str, Any]) -> "Judged":
         """Return what `as_json` gave."""
-        worst = {name: _score(each) for name, each in given["worst"].items()}
-        told = {"known_by": tuple(given["known_by"]), "worst": worst, "flags": tuple(given["flags"])}
-        return cls(**{**given, **told})
-
-
-def _score(given: Mapping[str, Any]) -> Score:
-    mean, low, high = (math.nan if given[key] is None else given[key] for key in ("mean", "low", "high"))
-    return Score(mean, low, high, given["images"])
+        worst: dict[str, Score] = {}
+        for name, each in given["worst"].items():
+            numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in each.items()}
+            worst[name] = Score(**numbers)
+        return cls(**{**with_tuples(given), "worst": worst})
 
 
 def number(value: float) -> float | None:
-    """Return a score as JSON has it: None for NaN, and 100 dB for infinity, above which only rounding is measured.
-
-    Args:
-        value: the score.
-    """
+    """Return a score as JSON has it: None for NaN, and 100 dB for infinity, above which only rounding is measured."""
     return None if math.isnan(value) else max(-EXACT_DB, min(EXACT_DB, value))
 
 
-def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(), *, hidden: bool = False) -> Judged:
+def highest(of: Track) -> float:
+    """Return the highest score that a track counts: 100 dB for exact images, and no bound for a share."""
+    return EXACT_DB if of.lead in DECIBELS else math.inf
+
+
+def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset()) -> Judged:
     """Return the worst case, the verdict, the flags and the attacks that know a defense, from its records.
 
-    The photographs of one half count: the listed ones, which every entry and every attack that entered was run on, or
-    the hidden ones.
+    The listed photographs count, which every entry and every attack that entered was run on.
 
     Args:
         records: all rows of a defense; `case` has the names of its cases.
         of: its track.
         knowing: attacks that know every part of the defense, though a class is not installed here that would say so.
-        hidden: whether the photographs of the hidden half count, and not the listed ones.
     """
-    records = records.loc[records.image_sha256.isin(photographs("hidden")) == hidden]
-    empty = {name: object for name in records if records[name].isna().all()}  # texts that nothing states
-    records = records.astype(empty)
-    if of.lead in DECIBELS:  # one exact photograph would make the mean of all infinite
-        records = records.assign(**{of.lead: records[of.lead].clip(upper=EXACT_DB)})
-    names = list(dict.fromkeys(records.case))
-    numbered = records.assign(case=records.case.map({name: i for i, name in enumerate(names)}))
-    defended = [name for name in names if not name.endswith(", undefended")] or names
-    scored = Scored.of(numbered, list(of.metrics), "in_place")
-    found = {
-        names[case]: scores[of.lead]
-        for (case, attack, _), (scores, *_) in measure(scored.images, [of.lead], LEVEL)
-        if attack == WORST and names[case] in defended
-    }
-    sign = sign_of(of.lead)
-    leakiest = max((name for name in found if found[name].images), key=lambda n: sign * found[n].mean, default="")
+    numbered, names = _numbered(records, of, hidden=False)
+    defended = _defended(names)
+    scored, facts = Scored(numbered, of.metrics), Facts(numbered, names, of.metrics, knowing=knowing)
+    found = _worst(scored, names, of)
+    leakiest = _leakiest(found, of)
     own = {name: numbered.loc[numbered.case == names.index(name)] for name in defended}
-    words = dict(zip(names, power(numbered, names, list(of.metrics), knowing=knowing), strict=True))
-    word = min((words[name] for name in defended), key=lambda each: _WORDS.index(each.word))
+    words = dict(zip(names, verdicts_of(facts), strict=True))
+    word = min((words[name] for name in defended), key=lambda each: WORDS.index(each.word))
     best, middle = _extremes(scored, names.index(leakiest), of) if leakiest else ("", "")
     reached = scored.reached.loc[scored.reached.metric == of.lead]
     by = reached.loc[reached.case == names.index(leakiest)].attack.value_counts() if leakiest else pd.Series(dtype=int)
@@ -149,7 +131,7 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
         why=str(word),
         flags=tuple(
             f"{ELSEWHERE if known and flag.head == NO_ADAPTIVE else flag.head}: {'; '.join(flag.items)}"
-            for flag in red_flags(numbered, names, of.lead, knowing=knowing)
+            for flag in red_flags(facts)
         ),
         images=min((rows.image_sha256.nunique() for rows in own.values()), default=0),
         median=middle,
@@ -157,18 +139,63 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
     )
 
 
+def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> tuple[Mapping[str, Score], Score]:
+    """Return the worst case of each defended case, and that of the leakiest one, as `judge` has them.
+
+    With `hidden`, the photographs of the hidden half count, and not the listed ones.
+
+    Args:
+        records: all rows of a defense; `case` has the names of its cases.
+        of: its track.
+        hidden: whether the photographs of the hidden half count, and not the listed ones.
+    """
+    numbered, names = _numbered(records, of, hidden=hidden)
+    found = _worst(Scored(numbered, of.metrics), names, of)
+    return found, found.get(_leakiest(found, of), Score(math.nan))
+
+
+def _numbered(records: pd.DataFrame, of: Track, *, hidden: bool) -> tuple[pd.DataFrame, list[str]]:
+    """Return the rows of one half of the photographs, numbered by case, and the names of the cases."""
+    records = records.loc[records.image_sha256.isin(photographs("hidden")) == hidden]
+    empty = {name: object for name in records if records[name].isna().all()}  # texts that nothing states
+    records = records.astype(empty)
+    # one exact photograph would make the mean of all infinite
+    records = records.assign(**{of.lead: records[of.lead].clip(upper=highest(of))})
+    names = list(dict.fromkeys(records.case))
+    return records.assign(case=records.case.map({name: i for i, name in enumerate(names)})), names
+
+
+def _defended(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not name.endswith(", undefended")] or [*names]
+
+
+def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, Score]:
+    """Return the worst case of each defended case by the lead metric."""
+    defended = _defended(names)
+    return {
+        names[case]: found.scores[of.lead]
+        for (case, attack, _), found in measure(scored.images, [of.lead], LEVEL)
+        if attack == WORST and names[case] in defended
+    }
+
+
+def _leakiest(found: Mapping[str, Score], of: Track) -> str:
+    """Return the name of the case that leaks most; an empty one where no case has a score."""
+    sign = sign_of(of.lead)
+    return max((name for name in found if found[name].images), key=lambda n: sign * found[n].mean, default="")
+
+
 def conclude(card: Card, rows: pd.DataFrame) -> dict[str, Any]:
     """Return what the rows of a result say, as its field `judged` has it: of a defense one, of an attack one by entry.
 
-    Args:
-        card: that of the entry, whose class is installed.
-        rows: as the result file has them, so that anybody who reads the file concludes the same.
+    The rows are as the result file has them, so that anybody who reads the file concludes the same.
     """
     if card.kind == "attack":
         known = frozenset(card.against) if card.reconstructions else declared_defenses(card.parts[0])
         found = {str(name): rows.loc[rows.entry == name].drop(columns="entry") for name in rows.entry.unique()}
+        parts = {each.name: each.parts for each in defense_entries(card.track, [*found])}
         return {
-            name: judge(own, card.of).as_json() | {"knows": _knows_all(name, card, known)}
+            name: judge(own, card.of).as_json() | {"knows": bool(card.reconstructions) or knows(known, parts[name], {})}
             for name, own in found.items()
         }
     judged = judge(rows, card.of)
@@ -178,18 +205,13 @@ def conclude(card: Card, rows: pd.DataFrame) -> dict[str, Any]:
     return judged.as_json()
 
 
-def check_concluded(
-    result: Result, found: Mapping[str, Any], names: Sequence[str] = (*FROM_ROWS, *FROM_CLASSES)
-) -> None:
-    """Check that a file concludes what its rows say.
+def check_concluded(result: Result, found: Mapping[str, Any], names: Sequence[str] = (*OF_ROWS, *OF_CLASSES)) -> None:
+    """Raise PrivlabError if a file does not conclude what its rows say, which `conclude` found, in the named parts.
 
     Args:
         result: the file.
         found: what `conclude` gives of its rows.
         names: the parts of it that are compared.
-
-    Raises:
-        PrivlabError: if one of them is another.
     """
     judged = result.data["judged"]
     pairs = [(judged, found)] if "verdict" in found else [(judged.get(name, {}), own) for name, own in found.items()]
@@ -223,17 +245,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:99]}…"
 
 
-def _knows_all(name: str, card: Card, known: frozenset[str]) -> bool:
-    (target,) = defense_entries(card.track, [name])
-    return bool(card.reconstructions) or knows(known, target.parts, {})
-
-
 def known_by(rows: pd.DataFrame, knowing: frozenset[str]) -> frozenset[str]:
     """Return the attacks that ran on one case and know every part of its defense, or undo it by ordering patches.
 
-    Args:
-        rows: the records of the case.
-        knowing: attacks that do, whatever is installed here.
+    `knowing` names attacks that do, whatever is installed here.
     """
     parts = frozenset("+".join(rows.defense.dropna().unique()).split("+")) - {"none", ""}
     attacks = [str(name) for name in rows.attack[rows.status == "ok"].unique() if not str(name).startswith(CONTROL)]

@@ -14,15 +14,12 @@ import torch
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.tracks import BUNDLED, Track, TrackCase, photographs, write_manifest
-from privlab.evaluation import CONTROL, Specification, applicable, victim_of
+from privlab.evaluation import CONTROL, SCHEMA, Specification, applicable, victim_of
 from privlab.grids import IN_PROCESS, Engine
 from privlab.images import open_images
 from privlab.metrics import MIRRORED
-from privlab.report.tables import DETERMINISTIC
 from privlab.report.tables.knowledge import AGGREGATION, undefended_attack
 from privlab.runs import execute, specify
-
-__all__ = ["KEPT", "Photographs", "case_label", "measure_defense", "remeasure", "run_with_pictures"]
 
 KEPT = (
     *("case", "victim", "victim_params", "weights", "weights_sha256", "block", "release", "cut_layer", "defense"),
@@ -51,11 +48,7 @@ class Photographs:
     public: str | None = None
 
     def public_sha256(self) -> str | None:
-        """Return the SHA-256 of the hashes of the adversary's own photographs, in their order; None for bundled ones.
-
-        Raises:
-            PrivlabError: if the folder cannot be read.
-        """
+        """Return the SHA-256 of the hashes of the adversary's own photographs in order; None for bundled ones."""
         if self.public is None:
             return None
         found = [each.sha256 for each in open_images(self.public, limit=PUBLIC_LIMIT).without_pixels()]
@@ -67,212 +60,202 @@ def case_label(case: TrackCase, setting: str) -> str:
     return case.name if setting == "c" else f"{case.name}, undefended"
 
 
-def specification(card: Card, case: TrackCase, setting: str, attacks: Sequence[Any], how: Photographs) -> Specification:
-    """Return the specification of a case of a track under a defense, on the photographs that are given later.
+def as_kept(rows: pd.DataFrame, of: Track) -> pd.DataFrame:
+    """Return rows with the columns that a result keeps: `KEPT`, the track's metrics, and those of mirrored images."""
+    mirrored = [MIRRORED[name] for name in of.metrics if name in MIRRORED]
+    return rows.reindex(columns=[*KEPT, *of.metrics, *mirrored])
+
+
+def row_of(card: Card, case: TrackCase, image: str, sha256: str) -> dict[str, Any]:
+    """Return a record of a defense that no run made, without attack and scores.
 
     Args:
-        card: that of the defense.
-        case: the track's.
-        setting: "a", undefended, or "c".
-        attacks: the attacks, by name or made with their options.
-        how: the weights of a victim that are not in the package.
-
-    Raises:
-        PrivlabError: if a part of it does not exist or does not fit.
+        card: the entry's card.
+        case: the case of the track.
+        image: the name of the image.
+        sha256: the hash of the image.
     """
-    own, of = card.of.victim(card.victim_name), card.of
-    given: dict[str, Any] = dict(case.given)
-    if of.release == "features":
-        given["client_batch"] = of.client_batch
-    if setting == "c":
-        given["defense"] = instances(card)
-        if card.clients > 1:
-            given["options"] = [*given.get("options", ()), f"client.clients={card.clients}"]
-    if of.release != "update":
-        given["release"] = of.release
-    if how.public is not None:
-        given |= {"public": (how.public,), "public_limit": PUBLIC_LIMIT}
-    return specify(
-        own.name,
-        setting,
-        attack=list(attacks),
-        metrics=of.metrics,
-        img_size=own.img_size,
-        weights=how.weights,
-        effort=of.effort,
-        seed=of.seed,
-        **given,
-    )
+    return {
+        "case": case_label(case, "c"),
+        "victim": card.victim_name,
+        "release": card.of.release,
+        "setting": "c",
+        "effort": card.of.effort,
+        "geometry": "in_place",
+        "image": image,
+        "image_sha256": sha256,
+        "seed": card.of.seed,
+        "draw": 0,
+        "status": "ok",
+        "schema": SCHEMA,
+    }
 
 
-def attacks_of(
-    card: Card, case: TrackCase, setting: str, how: Photographs, attacks: Sequence[Any] | None = None
-) -> list[Any]:
-    """Return those of the attacks that can run on a case of the track.
+@dataclass(frozen=True)
+class Measurement:
+    """A defense that is measured on its track, by the track's attacks or by others.
 
-    On the undefended case an attack comes with its counterpart, which is its positive control there.
-
-    Args:
-        card: that of the defense.
-        case: the track's.
-        setting: "a" or "c".
-        how: the weights of a victim that is not in the package.
-        attacks: made with their options; None for the track's own, by name.
-
-    Raises:
-        PrivlabError: if none can, or the victim's weights are not the track's.
+    `card` is that of the defense, whose class is installed; `how` has its photographs, and the weights of a victim that
+    is not in the package. `out` is the folder of the run directories, where what they hold already is not run again;
+    without one nothing is written. `attacks` are made with their options; None stands for the track's own, by name.
+    `engine` says where the photographs are attacked; it changes no score by more than rounding.
     """
-    asked = list(card.of.attacks if attacks is None else attacks)
-    if setting == "a" and attacks is not None:
-        names = [getattr(attack, "name", attack) for attack in attacks]
-        asked += [name for name in dict.fromkeys(map(undefended_attack, names)) if name not in names]
-    spec = specification(card, case, setting, asked, how)
-    base = victim_of(spec, torch.device("cpu"))
-    wanted = card.of.victim(card.victim_name).weights_sha256
-    if base.weights.sha256 != wanted:
-        raise PrivlabError(
-            f"The track '{card.track}' has {base.name} with weights {wanted[:12]}…. Found {base.weights.sha256[:12]}…: "
-            "give the file by --weights."
+
+    card: Card
+    how: Photographs = Photographs()
+    out: Path | None = None
+    attacks: Sequence[Any] | None = None
+    engine: Engine = IN_PROCESS
+
+    def specification(self, case: TrackCase, setting: str, attacks: Sequence[Any]) -> Specification:
+        """Return the specification of a case under the defense, or in setting "a" without; photographs come later.
+
+        Args:
+            case: the track's.
+            setting: "a", undefended, or "c".
+            attacks: the attacks, by name or made with their options.
+        """
+        card, of = self.card, self.card.of
+        own = of.victim(card.victim_name)
+        given: dict[str, Any] = dict(case.given)
+        if of.release == "features":
+            given["client_batch"] = of.client_batch
+        if setting == "c":
+            given["defense"] = instances(card)
+            if card.clients > 1:
+                given["options"] = [*given.get("options", ()), f"client.clients={card.clients}"]
+        if of.release != "update":
+            given["release"] = of.release
+        if self.how.public is not None:
+            given |= {"public": (self.how.public,), "public_limit": PUBLIC_LIMIT}
+        return specify(
+            own.name,
+            setting,
+            attack=list(attacks),
+            metrics=of.metrics,
+            img_size=own.img_size,
+            weights=self.how.weights,
+            effort=of.effort,
+            seed=of.seed,
+            **given,
         )
-    groups, refused = applicable(spec, base)
-    found = {attack.name for group in groups for attack in group.attacks}
-    if not found:
-        raise PrivlabError(f"No attack of the track '{card.track}' can run: {next(iter(refused.values()))}")
-    return [attack for attack in asked if getattr(attack, "name", attack) in found]
+
+    def attacks_on(self, case: TrackCase, setting: str) -> list[Any]:
+        """Return those of the attacks that can run on a case of the track.
+
+        On the undefended case an attack comes with its counterpart, which is its positive control there.
+
+        Raises:
+            PrivlabError: if none can, or the victim's weights are not the track's.
+        """
+        of = self.card.of
+        asked = list(of.attacks if self.attacks is None else self.attacks)
+        if setting == "a" and self.attacks is not None:
+            names = [_name(attack) for attack in self.attacks]
+            asked += [name for name in dict.fromkeys(map(undefended_attack, names)) if name not in names]
+        spec = self.specification(case, setting, asked)
+        base = victim_of(spec, torch.device("cpu"))
+        wanted = of.victim(self.card.victim_name).weights_sha256
+        if base.weights.sha256 != wanted:
+            raise PrivlabError(
+                f"The track '{of.name}' has {base.name} with weights {wanted[:12]}…. Found "
+                f"{base.weights.sha256[:12]}…: give the file by --weights."
+            )
+        groups, refused = applicable(spec, base)
+        found = {attack.name for group in groups for attack in group.attacks}
+        if not found:
+            raise PrivlabError(f"No attack of the track '{of.name}' can run: {next(iter(refused.values()))}")
+        return [attack for attack in asked if _name(attack) in found]
+
+    def records(self) -> pd.DataFrame:
+        """Return the records of the defense on all cases of its track, undefended ones beside them.
+
+        A case where none of the attacks that are given can run is left out, such as the undefended one for an attack on
+        the key of a defense that has no counterpart.
+
+        Raises:
+            PrivlabError: if the photographs, the weights or the attacks do not fit, or if no attack runs under the
+                defense.
+        """
+        found: list[pd.DataFrame] = []
+        refused: PrivlabError | None = None
+        for case in self.card.of.cases:
+            for setting in ("a",) if self.card.parts == ("none",) else ("a", "c"):
+                try:
+                    used = self.attacks_on(case, setting)
+                except PrivlabError as error:
+                    if self.attacks is None:
+                        raise
+                    refused = error
+                    continue
+                spec = self._drawn(case, setting, used)
+                found += [self._named(case, setting, self._run(spec, part)) for part in self.how.parts]
+        if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
+            raise refused
+        return _scored(pd.concat(found, ignore_index=True), self.card.of)
+
+    def run_with_pictures(self, row: Mapping[str, Any]) -> Path:
+        """Return the run directory whose strips show what one attack made of the bundled photographs in one draw.
+
+        That of the first draw is there where the defense was measured, as runs keep strips of it. Of another draw the
+        attack is run once more. `row` is one of `records`: its case, setting, attack and draw.
+        """
+        setting, draw = str(row["setting"]), int(row["draw"])
+        (case,) = (each for each in self.card.of.cases if case_label(each, setting) == row["case"])
+        used = self.attacks_on(case, setting)
+        spec = self._drawn(case, setting, used)
+        if draw or not all(self._directory(spec, name).exists() for name in _runs(spec, BUNDLED)):
+            alone = [each for each in used if _name(each) == row["attack"]]
+            spec = replace(self.specification(case, setting, alone), draw=draw)
+        self._run(spec, BUNDLED)
+        (name,) = (name for name, each in _runs(spec, BUNDLED).items() if row["image_sha256"] in each.counted)
+        return self._directory(spec, name).absolute()
+
+    def again(self, case: TrackCase, setting: str, draw: int, wanted: Sequence[str]) -> pd.DataFrame:
+        """Return the records of one draw and a few bundled photographs, as one release had them; all attacks given run.
+
+        Args:
+            case: the case of the track.
+            setting: "a" or "c".
+            draw: the number of the draw, from 0.
+            wanted: the hashes of the photographs.
+        """
+        used = self.attacks_on(case, setting) if self.attacks is None else self.attacks
+        spec = replace(self.specification(case, setting, used), draw=draw)
+        return _scored(self._named(case, setting, self._run(spec, BUNDLED, wanted)), self.card.of)
+
+    def _drawn(self, case: TrackCase, setting: str, used: Sequence[Any]) -> Specification:
+        draws = self.card.draws if setting == "c" else 1
+        return replace(self.specification(case, setting, used), draws=draws)
+
+    def _named(self, case: TrackCase, setting: str, records: pd.DataFrame) -> pd.DataFrame:
+        """Return records with their case's name, and of secure aggregation, which they have as settings of clients."""
+        if setting == "c" and self.card.clients > 1:
+            records = records.assign(defense=AGGREGATION, defense_params=json.dumps(dict(self.card.parameters)))
+        return records.assign(case=case_label(case, setting))
+
+    def _directory(self, spec: Specification, name: str) -> Path:
+        """Return the directory of a run, by the hash of all that makes it."""
+        assert self.out is not None
+        text = json.dumps([asdict(spec), name], sort_keys=True, default=str)
+        return self.out / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _run(self, spec: Specification, part: str, wanted: Sequence[str] | None = None) -> pd.DataFrame:
+        names, found, written = photographs(part), [], self.out is not None
+        for name, each in _runs(spec, part, wanted).items():
+            with tempfile.TemporaryDirectory() as temporary:
+                path = (Path(temporary) if self.out is None else self.out.absolute()) / f"{name}.csv"
+                source = write_manifest(part, self.how.folder, path, each.attacked)
+                whole = replace(spec, images=(source,), manifest=str(path))
+                directory = self._directory(spec, name) if written else None
+                done = execute(whole, out=directory, strips=written and part == BUNDLED, engine=self.engine)
+            found.append(done.records.loc[done.records.image_sha256.isin(each.counted)])
+        records = pd.concat(found, ignore_index=True)
+        return records.assign(image=[names[sha] for sha in records.image_sha256])
 
 
-def draws_of(card: Card) -> int:
-    """Return how often a defense is drawn: once where it draws nothing at random."""
-    return 1 if {*card.parts} <= DETERMINISTIC else card.of.draws
-
-
-def measure_defense(
-    card: Card,
-    how: Photographs,
-    out: Path,
-    attacks: Sequence[Any] | None = None,
-    engine: Engine = IN_PROCESS,
-) -> pd.DataFrame:
-    """Return the records of a defense on all cases of its track, undefended ones beside them.
-
-    Args:
-        card: that of the defense, whose class is installed.
-        how: its photographs, and the weights of a victim that is not in the package.
-        out: folder of the run directories; what they hold already is not run again.
-        attacks: those to run, made with their options; None for the track's own. A case where none of these can run is
-            left out, such as the undefended one for an attack on the key of a defense that has no counterpart.
-        engine: where the photographs are attacked; it changes no score by more than rounding.
-
-    Raises:
-        PrivlabError: if the photographs, the weights or the attacks do not fit, or if no attack runs under the defense.
-    """
-    found: list[pd.DataFrame] = []
-    refused: PrivlabError | None = None
-    for case in card.of.cases:
-        for setting in ("a",) if card.parts == ("none",) else ("a", "c"):
-            try:
-                used = attacks_of(card, case, setting, how, attacks)
-            except PrivlabError as error:
-                if attacks is None:
-                    raise
-                refused = error
-                continue
-            for part in how.parts:
-                spec = _whole(card, case, setting, used, how)
-                found.append(_named(card, case, setting, _run(spec, part, how, out, engine=engine)))
-    if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
-        raise refused
-    return _kept(pd.concat(found, ignore_index=True), card.of)
-
-
-def _whole(card: Card, case: TrackCase, setting: str, used: Sequence[Any], how: Photographs) -> Specification:
-    return replace(specification(card, case, setting, used, how), draws=draws_of(card) if setting == "c" else 1)
-
-
-def run_with_pictures(
-    card: Card,
-    row: Mapping[str, Any],
-    how: Photographs,
-    out: Path,
-    attacks: Sequence[Any] | None = None,
-    engine: Engine = IN_PROCESS,
-) -> Path:
-    """Return the run directory whose strips show what one attack made of the bundled photographs in one draw.
-
-    That of the first draw is there where the defense was measured, as runs keep strips of it. Of another draw the
-    attack is run once more.
-
-    Args:
-        card: that of the defense.
-        row: a record of `measure_defense`: its case, setting, attack and draw.
-        how: as in `measure_defense`.
-        out: folder of the run directories.
-        attacks: as in `measure_defense`.
-        engine: as in `measure_defense`.
-    """
-    setting, draw = str(row["setting"]), int(row["draw"])
-    (case,) = (each for each in card.of.cases if case_label(each, setting) == row["case"])
-    used = attacks_of(card, case, setting, how, attacks)
-    spec = _whole(card, case, setting, used, how)
-    if draw or not all((out / _digest(spec, name)).exists() for name in _runs(spec, BUNDLED)):
-        alone = [each for each in used if getattr(each, "name", each) == row["attack"]]
-        spec = replace(specification(card, case, setting, alone, how), draw=draw)
-    _run(spec, BUNDLED, how, out, engine=engine)
-    (name,) = (name for name, each in _runs(spec, BUNDLED).items() if row["image_sha256"] in each.counted)
-    return out.absolute() / _digest(spec, name)
-
-
-def remeasure(
-    card: Card,
-    case: TrackCase,
-    setting: str,
-    draw: int,
-    wanted: Sequence[str],
-    how: Photographs,
-    attacks: Sequence[Any],
-) -> pd.DataFrame:
-    """Return the records of a few photographs and one draw; nothing is written.
-
-    Args:
-        card: that of the defense, whose class is installed.
-        case: the track's.
-        setting: "a" or "c".
-        draw: the number of the draw.
-        wanted: the hashes of the photographs, all of one part, as one release had them.
-        how: that part alone, and its folder.
-        attacks: those to run.
-    """
-    spec = replace(specification(card, case, setting, attacks, how), draw=draw)
-    found = _run(spec, how.parts[0], how, None, wanted)
-    return _kept(_named(card, case, setting, found), card.of)
-
-
-def _named(card: Card, case: TrackCase, setting: str, records: pd.DataFrame) -> pd.DataFrame:
-    """Return records with the name of their case, and of secure aggregation, which they have as settings of clients."""
-    if setting == "c" and card.clients > 1:
-        records = records.assign(defense=AGGREGATION, defense_params=json.dumps(dict(card.parameters)))
-    return records.assign(case=case_label(case, setting))
-
-
-def _run(
-    spec: Specification,
-    part: str,
-    how: Photographs,
-    out: Path | None,
-    wanted: Sequence[str] | None = None,
-    engine: Engine = IN_PROCESS,
-) -> pd.DataFrame:
-    names, found = photographs(part), []
-    for name, each in _runs(spec, part, wanted).items():
-        with tempfile.TemporaryDirectory() as temporary:
-            path = (Path(temporary) if out is None else out.absolute()) / f"{name}.csv"
-            source = write_manifest(part, how.folder, path, each.attacked)
-            whole = replace(spec, images=(source,), manifest=str(path))
-            directory = None if out is None else out / _digest(spec, name)
-            done = execute(whole, out=directory, strips=out is not None and part == BUNDLED, engine=engine)
-        found.append(done.records.loc[done.records.image_sha256.isin(each.counted)])
-    records = pd.concat(found, ignore_index=True)
-    return records.assign(image=[names[sha] for sha in records.image_sha256])
+def _name(attack: Any) -> str:  # noqa: ANN401
+    return getattr(attack, "name", attack)
 
 
 @dataclass(frozen=True)
@@ -288,11 +271,6 @@ def _runs(spec: Specification, part: str, wanted: Sequence[str] | None = None) -
 
     K clients of one image each make a release. Of photographs that K does not divide, those that are left over are
     released with the ones before them, whose rows count where they were first: no release is of fewer clients.
-
-    Args:
-        spec: the specification, which says how many clients there are.
-        part: the part of the photographs.
-        wanted: the hashes of some of them, in their order; None for all.
     """
     hashes = list(photographs(part)) if wanted is None else list(wanted)
     K = spec.local_training.clients if spec.local_training else 1
@@ -304,14 +282,8 @@ def _runs(spec: Specification, part: str, wanted: Sequence[str] | None = None) -
     }
 
 
-def _digest(spec: Specification, name: str) -> str:
-    text = json.dumps([asdict(spec), name], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _kept(records: pd.DataFrame, of: Track) -> pd.DataFrame:
+def _scored(records: pd.DataFrame, of: Track) -> pd.DataFrame:
     """Return the rows and columns that a table needs: no oracle, and the controls of one draw."""
     control = records.attack.str.startswith(CONTROL)
     rows = records.loc[(records.geometry != "oracle") & ~(control & (records.draw > 0))]
-    columns = [*KEPT, *of.metrics, *(MIRRORED[name] for name in of.metrics if name in MIRRORED)]
-    return rows.reindex(columns=columns).reset_index(drop=True)
+    return as_kept(rows, of).reset_index(drop=True)

@@ -1,6 +1,7 @@
 """The page of the benchmark: tables, trade-offs, pictures and feeds, from result files alone."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,20 +14,17 @@ from markupsafe import Markup
 
 from privlab.base import first, write_whole
 from privlab.benchmark.cards import Card
-from privlab.benchmark.judged import LEVEL, Judged
+from privlab.benchmark.judged import LEVEL, Judged, highest
 from privlab.benchmark.results import Result
-from privlab.benchmark.rule import FEW, Standing, standings
+from privlab.benchmark.rule import FEW, standings
+from privlab.benchmark.standing import Standing
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
 from privlab.evaluation import CONTROL, EXACT_DB
 from privlab.grids import KNOWN
 from privlab.images import data_uri
-from privlab.metrics import DECIBELS
 from privlab.report.tables import load_results, sign_of
 from privlab.report.tables.per_image import attack_label
 from privlab.stores import pngs
-
-__all__ = ["SCHEMA_VERSION", "Picture", "best_rows", "evaluation_record", "fragment", "pictures", "pictures_of"]
-__all__ += ["site_files", "write_site"]
 
 SCHEMA_VERSION = "0.3.0"
 """The version of Every Eval Ever's `eval.schema.json` (github.com/evaleval/every_eval_ever) that records follow."""
@@ -36,34 +34,6 @@ _APART = 0.05
 
 _LEFT, _WIDTH, _TOP, _HEIGHT = 48, 300, 15, 195
 """Where the trade-off is drawn, in units of its picture; names of entries stand to the right of their points."""
-
-
-@dataclass(frozen=True)
-class _Point:
-    """An entry in the trade-off: its name, its place, and how far its name is moved so that names do not cover."""
-
-    name: str
-    x: float
-    y: float
-    dominated: bool
-    shift: int
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The rows of a track, and what is drawn of them."""
-
-    track: Track
-    rows: Sequence[Any]
-    points: Sequence[_Point]
-    unit: str
-    low: float
-    high: float
-
-    @property
-    def commands(self) -> Sequence[str]:
-        """Return the commands that make the rows again, each once."""
-        return list(dict.fromkeys(line for row in self.rows for line in row["commands"]))
 
 
 def write_site(results: Iterable[Result], out: Path) -> list[Path]:
@@ -94,8 +64,9 @@ def site_files(results: Iterable[Result]) -> dict[str, str]:
         results: those of the entries.
     """
     rows = standings(results)
+    feed = {"version": VERSION, "entries": [row.as_json() for row in rows]}
     records = {f"every_eval_ever/{row.track}-{row.name}.json": _json(evaluation_record(row)) for row in rows}
-    return {"table.html": fragment(rows), "feed.json": _json(feed(rows)), **records}
+    return {"table.html": fragment(rows), "feed.json": _json(feed), **records}
 
 
 def _json(data: object) -> str:
@@ -103,17 +74,18 @@ def _json(data: object) -> str:
 
 
 def fragment(rows: Sequence[Standing]) -> str:
-    """Return the tables of all tracks that have an entry, as a piece of HTML that needs nothing else.
-
-    Args:
-        rows: those of `standings`.
-    """
+    """Return the tables of all tracks that have an entry, as a piece of HTML that needs nothing else."""
     text = (files("privlab.benchmark") / "templates" / "table.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     groups = [_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])]
     holding = [row for row in rows if row.verdict == "holds" and row.identity and row.identity.above_control]
     return environment.from_string(text).render(
-        groups=groups, number=_number, percent=_percent, first=first, count=_count(rows), holding=holding
+        groups=groups,
+        number=_number,
+        percent=lambda share: f"{100 * share:.0f}",
+        first=first,
+        count=_count(rows),
+        holding=holding,
     )
 
 
@@ -136,23 +108,26 @@ def _number(value: float | None) -> Markup | str:
     return "—" if value is None else f"{value:.2f}".replace("-", "−")
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}"
+def _group(of: Track, rows: Sequence[Standing]) -> dict[str, Any]:
+    """Return the rows of a track as the template reads them, the commands that make them, and the trade-off.
 
-
-def _group(of: Track, rows: Sequence[Standing]) -> _Group:
-    scores = [row.worst_case for row in rows if row.worst_case is not None]
-    low, high = (min(scores), max(scores)) if scores else (0.0, 1.0)
-    placed = [row for row in rows if row.worst_case is not None and row.measured_utility is not None]
-    placed.sort(key=lambda row: row.measured_utility or 0.0, reverse=True)
-    points: list[_Point] = []
-    for row in placed:
-        share = ((row.worst_case or 0.0) - low) / (high - low) if high > low else 0.5
-        x, y = _LEFT + share * _WIDTH, _TOP + (1 - min(1.0, max(0.0, row.measured_utility or 0.0))) * _HEIGHT
-        near = sum(abs(each.y - y) < 12 and abs(each.x - x) < 100 for each in points)
-        points.append(_Point(row.name, round(x, 1), round(y, 1), row.dominated, 4 + 11 * near))
-    unit = "dB" if of.lead == "psnr" else "share of the key"
-    return _Group(of, [_shown(row) for row in rows], points, unit, low, high)
+    A point has a name, a place, and `shift`: how far its name is moved down so that names do not cover each other.
+    """
+    scored = [(row.worst_case, row) for row in rows if row.worst_case is not None]
+    scores = [score for score, _ in scored] or [0.0, 1.0]
+    low, high = min(scores), max(scores)
+    placed = [(row.measured_utility, score, row) for score, row in scored if row.measured_utility is not None]
+    points: list[dict[str, Any]] = []
+    for kept, score, row in sorted(placed, key=lambda each: -each[0]):
+        share = (score - low) / (high - low) if high > low else 0.5
+        x, y = _LEFT + share * _WIDTH, _TOP + (1 - min(1.0, max(0.0, kept))) * _HEIGHT
+        near = sum(abs(each["y"] - y) < 12 and abs(each["x"] - x) < 100 for each in points)
+        place = {"x": round(x, 1), "y": round(y, 1), "shift": 4 + 11 * near}
+        points.append(place | {"name": row.name, "dominated": row.dominated})
+    shown = [_shown(row) for row in rows]
+    commands = list(dict.fromkeys(line for row in shown for line in row["commands"]))
+    unit = of.unit.strip() or "share of the key"
+    return {"track": of, "rows": shown, "commands": commands, "points": points, "unit": unit, "low": low, "high": high}
 
 
 def _shown(row: Standing) -> dict[str, Any]:
@@ -184,22 +159,10 @@ def _weights(result: Result) -> str:
     return " --weights FILE" if result.rows.weights.dropna().str.startswith("file:").any() else ""
 
 
-def feed(rows: Sequence[Standing]) -> dict[str, Any]:
-    """Return the rows of all tracks as JSON.
-
-    Args:
-        rows: those of `standings`.
-    """
-    return {"version": VERSION, "entries": [row.as_json() for row in rows]}
-
-
 def evaluation_record(row: Standing) -> dict[str, Any]:
     """Return an entry as a record of Every Eval Ever: one result for each case, with its confidence interval.
 
     Scores are continuous; the PSNR of an image that is given back exactly counts as 100 dB.
-
-    Args:
-        row: one of `standings`, with its result.
     """
     assert row.result is not None
     assert row.judged is not None
@@ -240,14 +203,12 @@ def _case(row: Standing, name: str) -> dict[str, Any]:
     assert row.judged is not None
     of, score = track(row.track), row.judged.worst[name]
     metric = KNOWN[of.lead]
-    high = EXACT_DB if of.lead == "psnr" else metric.range[1]
-    capped = {
-        key: min(high, value) for key, value in (("score", score.mean), ("lower", score.low), ("upper", score.high))
-    }
+    most = EXACT_DB if of.lead == "psnr" else metric.range[1]
+    mean, low, high = (min(value, most) for value in (score.mean, score.low, score.high))
     uncertainty: dict[str, Any] = {"num_samples": score.images}
-    if capped["lower"] == capped["lower"]:  # one image has no interval
-        interval = {"lower": capped["lower"], "upper": capped["upper"], "confidence_level": LEVEL}
-        uncertainty["confidence_interval"] = interval | {"method": "percentile bootstrap over photographs"}
+    if not math.isnan(low):  # one image has no interval
+        interval = {"lower": low, "upper": high, "confidence_level": LEVEL}
+        uncertainty["confidence_interval"] = interval | {"method": "Student's t over photographs"}
     return {
         "evaluation_name": f"{VERSION}/{row.track}: {name}, worst case by {of.lead}",
         "source_data": {"dataset_name": ", ".join(row.photograph_parts) or "keys", "source_type": "other"},
@@ -256,9 +217,9 @@ def _case(row: Standing, name: str) -> dict[str, Any]:
             "lower_is_better": sign_of(of.lead) > 0,
             "score_type": "continuous",
             "min_score": 0.0,
-            "max_score": high,
+            "max_score": most,
         },
-        "score_details": {"score": capped["score"], "uncertainty": uncertainty},
+        "score_details": {"score": mean, "uncertainty": uncertainty},
     }
 
 
@@ -290,13 +251,9 @@ def best_rows(records: pd.DataFrame, of: Track, case: str, image: str) -> pd.Dat
         case: the name of the case.
         image: the hash of the photograph.
     """
-    own = records.loc[
-        (records.case == case)
-        & (records.image_sha256 == image)
-        & (records.status == "ok")
-        & ~records.attack.str.startswith(CONTROL)
-    ]
-    leaks = _capped(own[of.lead], of) * sign_of(of.lead)
+    there = (records.case == case) & (records.image_sha256 == image) & (records.status == "ok")
+    own = records.loc[there & ~records.attack.str.startswith(CONTROL)]
+    leaks = own[of.lead].clip(upper=highest(of)) * sign_of(of.lead)
     return own.loc[leaks == leaks.max()]
 
 
@@ -306,7 +263,8 @@ def pictures(
     """Return PNGs as data URIs, by "median" and "worst": a photograph, and what leaks most of it, as the score counts.
 
     A picture states its photograph, attack, draw and geometry, and the score that its run has. What no run keeps is
-    left out.
+    left out. `records` are the rows of the attacks whose pictures are kept, and `run` returns the run directory that
+    shows what a row is of.
 
     Args:
         card: that of the defense.
@@ -315,7 +273,7 @@ def pictures(
         run: returns the run directory that shows what a row is of.
     """
     found: dict[str, dict[str, Any]] = {}
-    for what, image in (("median", judged.median), ("worst", judged.worst_image)):
+    for what, image in judged.shown.items():
         for row in best_rows(records, card.of, judged.leakiest, image).head(1).to_dict("records"):
             results = load_results(run(row))
             label = attack_label(row["attack"], row["geometry"])
@@ -331,19 +289,11 @@ def pictures(
     return found
 
 
-def _capped(values: pd.Series, of: Track) -> pd.Series:
-    """Return scores with those of exact images as the track counts them."""
-    return values.clip(upper=EXACT_DB) if of.lead in DECIBELS else values
-
-
 def pictures_of(row: Standing) -> list[Picture]:
     """Return the pictures of the median and the worst photograph of a row, from its result and those that entered.
 
     Of several pictures of a photograph the one that leaks most is taken. Where no result has one of it, the entry's own
     picture stands in, of the photograph that was the median or the worst one before others entered.
-
-    Args:
-        row: one of `standings`, with its result.
     """
     assert row.result is not None
     assert row.judged is not None
@@ -354,18 +304,17 @@ def pictures_of(row: Standing) -> list[Picture]:
     own = [each.rows.loc[lambda rows: rows.entry == row.name].drop(columns="entry") for each in row.entered]
     records = pd.concat([row.result.rows, *own], ignore_index=True)
     found = []
-    for what, image in (("median", judged.median), ("worst", judged.worst_image)):
+    for what, image in judged.shown.items():
         ours = [each for each in kept if each["image"] == image]
         if not (able := ours or [each for each in kept if each["what"] == what]):
             continue
         best = max(able, key=lambda each: sign_of(of.lead) * float(each["score"]))
         if (rows := best_rows(records, of, judged.leakiest, best["image"])).empty:
             continue
-        whole = float(_capped(rows[of.lead], of).iloc[0])
+        whole = min(float(rows[of.lead].iloc[0]), highest(of))
         by = tuple(dict.fromkeys(map(attack_label, rows.attack, rows.geometry)))
         score, attack = float(best["score"]), attack_label(best["attack"], best.get("geometry", "in_place"))
-        capped = float(_capped(pd.Series([score]), of).iloc[0])
-        shown = attack in by and abs(capped - whole) <= _APART
+        shown = attack in by and abs(min(score, highest(of)) - whole) <= _APART
         found.append(Picture(what, best["private"], best["made"], attack, score, whole, by, shown, bool(ours)))
     return found
 
@@ -375,7 +324,6 @@ def _kept(result: Result, entry: str) -> Iterator[Mapping[str, Any]]:
     pictures, judged = result.data.get("pictures", {}), result.data["judged"]
     if result.card.kind == "attack":
         pictures, judged = pictures.get(entry, {}), judged[entry]
-    said = Judged.of_json({name: value for name, value in judged.items() if name != "knows"})
-    images = {"median": said.median, "worst": said.worst_image}
+    images = {"median": judged.get("median", ""), "worst": judged.get("worst_image", "")}
     for what, each in pictures.items():
         yield {"image": images[what], "what": what, **each}

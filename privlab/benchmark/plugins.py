@@ -13,8 +13,6 @@ from privlab.base import PrivlabError, first, read_text
 from privlab.base.plugins import installed_plugins
 from privlab.benchmark.cards import Card
 
-__all__ = ["MODULE", "check_source", "installed", "source_of_plugin"]
-
 MODULE = "privlab_benchmark_entry"
 """The name under which the module of an entry is imported."""
 
@@ -49,19 +47,12 @@ def check_source(text: str, where: str) -> None:
     """Check that a source imports and names nothing that reads the clock, the network, files or other processes.
 
     This reads the text; it is no sandbox. While an entry runs, `privlab.admission.confinement` watches it. Admission,
-    which runs the entry twice, sees what changes by itself.
-
-    Args:
-        text: the source, in Python.
-        where: its name in errors.
-
-    Raises:
-        PrivlabError: for what it may not use, with the line.
+    which runs the entry twice, sees what changes by itself. `where` names the source in errors.
     """
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise PrivlabError(f"{where}, line {error.lineno}: no Python: {error.msg}.") from None
+        raise PrivlabError(f"{where}, line {error.lineno}: this is not valid Python: {error.msg}.") from None
     for node in ast.walk(tree):
         for name in _reached(node):
             raise PrivlabError(
@@ -91,11 +82,7 @@ def _may_import(name: str) -> bool:
 
 
 def source_of_plugin(card: Card) -> str | None:
-    """Return the source of a card's plug-in; None where the class is installed already.
-
-    Raises:
-        PrivlabError: if the file cannot be read, or its source uses what it may not.
-    """
+    """Return the source of a card's plug-in, which was checked; None where the class is installed already."""
     if not card.plugin:
         return None
     text = read_text(card.folder / card.plugin, "plug-in")
@@ -105,14 +92,9 @@ def source_of_plugin(card: Card) -> str | None:
 
 @contextmanager
 def installed(card: Card, source: str | None) -> Iterator[None]:
-    """Install the class of a plug-in under its name, as an entry point of a package would, and remove it afterwards.
+    """Install the class that a card uses, as an entry point of a package would, and remove it afterwards.
 
-    Args:
-        card: names the class by `uses`, or else by its own name.
-        source: that of the plug-in; with None nothing is installed.
-
-    Raises:
-        PrivlabError: if the source cannot be imported, or has no class of that name.
+    Its source is that of a plug-in; with None nothing is installed.
     """
     if source is None:
         yield
@@ -123,13 +105,11 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
         sys.path.insert(0, folder)
         invalidate_caches()
         try:
-            kind = _class_name(card)
+            point = f"[privlab.{card.kind}s]\n{card.parts[0]} = {MODULE}:{_class_name(card)}\n"
             told = path / f"{MODULE}-1.dist-info"
             told.mkdir()
             (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1\n", "utf-8")
-            group = "defenses" if card.kind == "defense" else "attacks"
-            name = card.parts[0]
-            (told / "entry_points.txt").write_text(f"[privlab.{group}]\n{name} = {MODULE}:{kind}\n", "utf-8")
+            (told / "entry_points.txt").write_text(point, "utf-8")
             installed_plugins.cache_clear()
             yield
         finally:
@@ -137,10 +117,6 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
             sys.modules.pop(MODULE, None)
             invalidate_caches()
             installed_plugins.cache_clear()
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, type) and isinstance(getattr(value, "name", None), str)
 
 
 def _class_name(card: Card) -> str:
@@ -153,7 +129,8 @@ def _class_name(card: Card) -> str:
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {what}.") from None
-    kinds = {each.name: key for key, each in vars(module).items() if _is_part(each)}
+    classes = {key: each for key, each in vars(module).items() if isinstance(each, type)}
+    kinds = {each.name: key for key, each in classes.items() if isinstance(getattr(each, "name", None), str)}
     if card.parts[0] not in kinds:
         raise PrivlabError(
             f"{card.plugin} has no class named '{card.parts[0]}'. Found {first(sorted(map(str, kinds))) or 'none'}: "

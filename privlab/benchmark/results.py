@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ import pandas as pd
 from privlab.base import PrivlabError, read_text, write_whole
 from privlab.benchmark.cards import Card, parse_card
 from privlab.benchmark.tracks import TRACKS, VERSION, track
-
-__all__ = ["FORMAT", "Result", "check_result", "from_rows", "plain", "read_result", "to_rows", "write_result"]
 
 FORMAT = 1
 """The version of the format of result files."""
@@ -29,18 +28,12 @@ _DECIMALS = 3
 _INFINITE = ("inf", "-inf")
 """How JSON has infinite scores."""
 
+_COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
+"""How JSON is written."""
+
 _NEEDED = (
-    "format",
-    "track",
-    "created",
-    "card",
-    "plugin",
-    "versions",
-    "photographs",
-    "admission",
-    "judged",
-    "rows",
-    "signature",
+    *("format", "track", "created", "card", "plugin", "versions", "photographs", "admission", "judged"),
+    *("rows", "signature"),
 )
 
 
@@ -51,14 +44,14 @@ class Result:
     data: Mapping[str, Any]
     path: Path
 
-    @property
+    @cached_property
     def card(self) -> Card:
-        """Return the card of the entry."""
+        """Return the card of the entry, read once."""
         return parse_card(self.data["card"], f"{self.path}, its card", self.path.parent)
 
-    @property
+    @cached_property
     def rows(self) -> pd.DataFrame:
-        """Return the records."""
+        """Return the records, read once: not to be written to."""
         return from_rows(self.data["rows"])
 
     @property
@@ -93,30 +86,28 @@ def plain(value: Any) -> Any:  # noqa: ANN401
 
 
 def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the records that `to_rows` wrote.
-
-    Raises:
-        PrivlabError: if the columns are not of one length.
-    """
+    """Return the records that `to_rows` wrote."""
     found: dict[str, pd.Series] = {}
     for name, column in given["columns"].items():
+        values = column.get("each", [])
         if "all" in column:
             values = [column["all"]] * given["count"]
-        else:
-            values = [column["of"][code] for code in column["codes"]] if "codes" in column else column["each"]
+        elif "codes" in column:
+            values = [column["of"][code] for code in column["codes"]]
         if len(values) != given["count"]:
             raise PrivlabError(f"The column {name} of a result has {len(values)} of {given['count']} values.")
-        numbers = "each" in column or isinstance(column.get("all"), int | float) or column.get("all") in _INFINITE
-        found[name] = pd.Series([math.nan if v is None else float(v) for v in values] if numbers else values)
-        if not numbers:
-            found[name] = found[name].astype(object).where(found[name].notna(), None)
+        if "each" in column or isinstance(column.get("all"), int | float) or column.get("all") in _INFINITE:
+            found[name] = pd.Series([math.nan if value is None else float(value) for value in values])
+        else:
+            texts = pd.Series(values)
+            found[name] = texts.astype(object).where(texts.notna(), None)
     return pd.DataFrame(found)
 
 
 def canonical(data: Mapping[str, Any]) -> bytes:
     """Return what is hashed and signed: the contents without the signature, as JSON with sorted keys and no spaces."""
     signed = {name: value for name, value in data.items() if name != "signature"}
-    return json.dumps(signed, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(signed, sort_keys=True, **_COMPACT).encode()
 
 
 def write_result(data: Mapping[str, Any], path: Path, key: Path | None = None) -> Result:
@@ -126,22 +117,13 @@ def write_result(data: Mapping[str, Any], path: Path, key: Path | None = None) -
         data: the contents, without a signature.
         path: the file to write.
         key: an ed25519 private key in PEM, as `openssl genpkey -algorithm ed25519` writes it.
-
-    Raises:
-        PrivlabError: if the key cannot be read, or is of another kind.
     """
     text = canonical(data)
-    signature: dict[str, str] = {"sha256": hashlib.sha256(text).hexdigest()}
-    if key is not None:
-        signature |= _signed(text, key)
+    signature = {"sha256": hashlib.sha256(text).hexdigest()} | ({} if key is None else _signed(text, key))
     whole = {**data, "signature": signature}
-    lines = ",\n".join(f"{json.dumps(name)}:{_line(value)}" for name, value in whole.items())
+    lines = ",\n".join(f"{json.dumps(name)}:{json.dumps(value, **_COMPACT)}" for name, value in whole.items())
     write_whole(path, lambda draft: draft.write_text(f"{{\n{lines}\n}}\n", "utf-8"))
     return Result(whole, path)
-
-
-def _line(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def _signed(text: bytes, key: Path) -> dict[str, str]:
@@ -151,11 +133,8 @@ def _signed(text: bytes, key: Path) -> dict[str, str]:
     except (OSError, ValueError, TypeError) as error:
         raise PrivlabError(f"Cannot read the key '{key}': {' '.join(str(error).split())[:120]}.") from None
     if not isinstance(private, keys.Ed25519PrivateKey):
-        raise PrivlabError(f"'{key}' is no ed25519 key. Make one: openssl genpkey -algorithm ed25519 -out {key}.")
-    return {
-        "public_key": private.public_key().public_bytes_raw().hex(),
-        "ed25519": private.sign(text).hex(),
-    }
+        raise PrivlabError(f"'{key}' is not an ed25519 key. Make one: openssl genpkey -algorithm ed25519 -out {key}.")
+    return {"public_key": private.public_key().public_bytes_raw().hex(), "ed25519": private.sign(text).hex()}
 
 
 def _cryptography() -> tuple[Any, Any]:
@@ -163,7 +142,7 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise PrivlabError("A signature by a key needs cryptography: pip install 'privlab[split]'.") from None
+        raise PrivlabError("Signing with a key needs the package cryptography: pip install 'privlab[split]'.") from None
     return ed25519, serialization
 
 
@@ -173,42 +152,42 @@ def read_result(path: Path) -> Result:
     Raises:
         PrivlabError: if it cannot be read, lacks a field, is of another version, or was edited by hand.
     """
-    text = read_text(path, "result")
+    return parse_result(read_text(path, "result"), path)
+
+
+def parse_result(text: str, path: Path) -> Result:
+    """Return the result that the text of a file holds, checked as `read_result` does."""
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise PrivlabError(f"'{path}' is no JSON: {error}.") from None
-    result = Result(data if isinstance(data, dict) else {}, path)
-    check_result(result)
-    return result
+        raise PrivlabError(f"'{path}' is not valid JSON: {error}.") from None
+    data = data if isinstance(data, dict) else {}
+    _check_result(data, path)
+    return Result(data, path)
 
 
-def check_result(result: Result) -> None:
-    """Check the form, the version, the track and the signature of a result.
-
-    Raises:
-        PrivlabError: if any of them is not as it must be.
-    """
-    data, path = result.data, result.path
+def _check_result(data: Mapping[str, Any], path: Path) -> None:
+    """Check the form, the version, the track and the signature of the contents of a file."""
     if lacking := [name for name in _NEEDED if name not in data]:
         raise PrivlabError(f"{path} lacks {lacking[0]}: a result file has {', '.join(_NEEDED)}.")
-    if data["format"] != FORMAT or data["track"].get("version") != VERSION or data["track"].get("name") not in TRACKS:
+    name, version, sha256 = (data["track"].get(key) for key in ("name", "version", "sha256"))
+    if data["format"] != FORMAT or version != VERSION or name not in TRACKS:
         raise PrivlabError(
-            f"{path} is of format {data['format']} and track {data['track'].get('name')} of "
-            f"'{data['track'].get('version')}'. This package reads format {FORMAT} of '{VERSION}': submit it again."
+            f"{path} has format {data['format']} and track {name} of '{version}'. This package reads format {FORMAT} "
+            f"of '{VERSION}': submit it again."
         )
-    text = canonical(data)
-    if (digest := hashlib.sha256(text).hexdigest()) != data["signature"].get("sha256"):
+    text, signature = canonical(data), data["signature"]
+    if (digest := hashlib.sha256(text).hexdigest()) != signature.get("sha256"):
         raise PrivlabError(
             f"{path} was edited after it was written: its contents have SHA-256 {digest[:12]}…, and its signature says "
-            f"{str(data['signature'].get('sha256'))[:12]}…. Submit the entry again."
+            f"{str(signature.get('sha256'))[:12]}…. Submit the entry again."
         )
-    if "ed25519" in data["signature"] and not _verifies(data["signature"], text):
-        raise PrivlabError(f"{path}: the ed25519 signature is not that of its public key. Submit the entry again.")
-    if (wanted := track(data["track"]["name"]).sha256) != data["track"].get("sha256"):
+    if "ed25519" in signature and not _verifies(signature, text):
+        raise PrivlabError(f"{path}: the ed25519 signature does not match its public key. Submit the entry again.")
+    if (wanted := track(name).sha256) != sha256:
         raise PrivlabError(
-            f"{path} was measured on another track '{data['track']['name']}' (SHA-256 "
-            f"{str(data['track'].get('sha256'))[:12]}…; this package's has {wanted[:12]}…): submit it again."
+            f"{path} was measured on another track '{name}' (SHA-256 {str(sha256)[:12]}…; this package's has "
+            f"{wanted[:12]}…): submit it again."
         )
 
 

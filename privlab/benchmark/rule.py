@@ -7,21 +7,19 @@ defense in another one could only raise it.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pandas as pd
 
 from privlab.benchmark.cards import Card
-from privlab.benchmark.entries import PACKAGE, Told, told
-from privlab.benchmark.judged import FROM_ROWS, NO_ADAPTIVE, Judged, check_concluded, conclude, judge, number
+from privlab.benchmark.entries import of_package, told_of_package
+from privlab.benchmark.judged import NO_ADAPTIVE, OF_ROWS, Judged, check_concluded, conclude, judge, number, worst_cases
 from privlab.benchmark.results import Result
+from privlab.benchmark.standing import PACKAGE, Standing, Told, concluded_rows
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES
 from privlab.evaluation import CONTROL
 from privlab.report.tables import Score
-
-__all__ = ["FEW", "HIDDEN", "Standing", "rank", "standings"]
 
 UNRELIABLE = frozenset(
     {
@@ -38,82 +36,40 @@ HIDDEN = "the hidden half leaks more"
 """The reason of an entry that leaks less on the photographs which anybody can look up than on the others."""
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A row of the table. `rank` is None for an entry without one; `unreliable` holds the reasons.
-
-    `result` is the entry's, and `entered` those of the attacks that it was scored anew with. `identity` says whether
-    the photograph is told among candidates, of entries of this package where that was measured. `listed_half` and
-    `hidden_half` are the scores of the track's attacks on the photographs that it lists and on the hidden ones, where
-    both were attacked; the score is of the listed ones alone.
-    """
-
-    track: str
-    name: str
-    paper: str
-    victim: str
-    known_by: tuple[str, ...]
-    worst_case: float | None
-    interval: tuple[float | None, float | None]
-    ours: float | None
-    external: float | None
-    external_by: tuple[str, ...]
-    external_photographs: int
-    reported: str
-    verdict: str
-    why: str
-    unreliable: tuple[str, ...]
-    utility: str
-    measured_utility: float | None
-    epsilon: str
-    secret_bits: float | None
-    photographs: int
-    draws: int
-    signer: str | None
-    photograph_parts: tuple[str, ...] = ()
-    identity: Told | None = None
-    listed_half: float | None = None
-    hidden_half: float | None = None
-    rank: int | None = None
-    dominated: bool = False
-    result: Result | None = field(default=None, repr=False, compare=False)
-    entered: Sequence[Result] = field(default=(), repr=False, compare=False)
-    judged: Judged | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def concluded(self) -> str:
-        """Return the verdict, and where it holds in how many cases the photograph is told among candidates."""
-        if self.verdict != "holds" or self.identity is None or not self.identity.above_control:
-            return self.verdict
-        return f"{self.verdict}, the photograph is told in {100 * self.identity.rate:.0f} %"
-
-    @property
-    def best_known_by(self) -> str | None:
-        """Return the attack that knows the defense and leaks most of the most photographs; None without any."""
-        by = self.judged.by if self.judged else {}
-        return max(self.known_by, key=lambda name: by.get(name, 0), default=None)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the row as JSON."""
-        row = asdict(replace(self, result=None, judged=None, entered=()))
-        return {name: value for name, value in row.items() if name not in ("result", "judged", "entered")}
-
-
-def standings(results: Iterable[Result]) -> list[Standing]:
+def standings(results: Iterable[Result], *, again: bool = False) -> list[Standing]:
     """Return the rows of all tracks: by track, those with a rank first, and the least leakage first.
 
     Args:
-        results: those of defenses and of attacks; a defense that a new attack was run on is judged anew.
+        results: those of defenses and of attacks; a defense that a new attack was run on is judged again.
+        again: whether the rows that are kept of this package's entries are concluded again too.
 
     Raises:
         PrivlabError: if a result from elsewhere has other scores than its rows.
     """
     given = [_as_its_rows_say(result) for result in results]
     attacks = [result for result in given if result.card.kind == "attack"]
-    identity = told()
-    rows = [_standing(result, attacks, identity) for result in given if result.card.kind == "defense"]
+    identity = told_of_package()
+    kept = {} if again else {(row.track, row.name): (row, judged) for row, judged in concluded_rows()}
+    rows = []
+    for result in given:
+        card = result.card
+        if card.kind == "attack":
+            continue
+        entered = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
+        row, judged = kept.get((card.track, card.name), (None, {}))
+        if row is not None and _rests_on(row, [result, *entered]):
+            rows.append(replace(row, result=result, entered=entered, judged=Judged.of_json(judged)))
+        else:
+            rows.append(_standing(result, entered, identity))
     ranked = rank(rows)
     return sorted(ranked, key=lambda row: (row.track, row.rank is None, row.rank or 0, row.worst_case or 0, row.name))
+
+
+def _rests_on(row: Standing, results: Sequence[Result]) -> bool:
+    """Return whether a kept row was concluded from these results, the entry's and those of the attacks that entered."""
+    known = of_package()
+    own = all(any(each is one for one in known) for each in results)
+    return own and row.external_by == tuple(each.card.name for each in results[1:])
 
 
 def _as_its_rows_say(result: Result) -> Result:
@@ -126,23 +82,22 @@ def _as_its_rows_say(result: Result) -> Result:
     card = result.card
     if not result.data["plugin"]:
         found = conclude(card, result.rows)
-        check_concluded(result, found, FROM_ROWS)
+        check_concluded(result, found, OF_ROWS)
         return replace(result, data={**result.data, "judged": found})
     rows = result.rows.assign(entry=card.name) if card.kind == "defense" else result.rows
     by_entry = {str(name): judge(own.drop(columns="entry"), card.of).as_json() for name, own in rows.groupby("entry")}
-    check_concluded(result, by_entry[card.name] if card.kind == "defense" else by_entry, FROM_ROWS)
+    check_concluded(result, by_entry[card.name] if card.kind == "defense" else by_entry, OF_ROWS)
     return result
 
 
-def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple[str, str], Told]) -> Standing:
+def _standing(result: Result, theirs: Sequence[Result], identity: Mapping[tuple[str, str], Told]) -> Standing:
     card, of = result.card, result.card.of
     own = Judged.of_json(result.data["judged"])
-    theirs = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
     whole, external, seen = own, None, 0
     if theirs:
         more = [_rows_on(card.name, each) for each in theirs]
         whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
-        external = judge(pd.concat(more, ignore_index=True), of).score.mean
+        external = worst_cases(pd.concat(more, ignore_index=True), of)[1].mean
         seen = pd.concat(more).image_sha256.nunique()
     listed = sum(len(photographs(part)) for part in of.photographs)
     few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
@@ -156,7 +111,10 @@ def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple
         flags.append(whole.why)
     halves = _halves(result.rows, of, own.leakiest)
     flags += _hidden_leaks(*halves)
-    score, reported, utility = whole.score, card.reported, card.utility
+    score, utility = whole.score, ""
+    if stated := card.utility:
+        value = f"{stated['value']:g}" if "value" in stated else "—"
+        utility = f"{stated['measure']}: {value} ({stated['how']})"
     return Standing(
         track=card.track,
         name=card.name,
@@ -169,11 +127,11 @@ def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple
         external=None if external is None else number(external),
         external_by=tuple(each.card.name for each in theirs),
         external_photographs=seen,
-        reported="" if reported is None else reported.claim,
+        reported=card.reported.get("claim", ""),
         verdict=whole.verdict,
         why=whole.why,
         unreliable=tuple(dict.fromkeys([*flags, *few])),
-        utility="" if utility is None else _told(utility.measure, utility.value, utility.how),
+        utility=utility,
         measured_utility=result.data.get("utility"),
         epsilon=str(card.epsilon),
         secret_bits=card.secret_bits,
@@ -184,6 +142,7 @@ def _standing(result: Result, attacks: Sequence[Result], identity: Mapping[tuple
         identity=identity.get((card.track, card.name)) if result.path.is_relative_to(PACKAGE) else None,
         listed_half=number(halves[0].mean),
         hidden_half=number(halves[1].mean),
+        by=whole.by,
         result=result,
         entered=theirs,
         judged=whole,
@@ -209,7 +168,7 @@ def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Score, Score]:
     """
     if not rows.image_sha256.isin(photographs("hidden")).any():
         return Score(math.nan), Score(math.nan)
-    listed, unlisted = (judge(rows, of, hidden=half).worst.get(case, Score(math.nan)) for half in (False, True))
+    listed, unlisted = (worst_cases(rows, of, hidden=half)[0].get(case, Score(math.nan)) for half in (False, True))
     return listed, unlisted
 
 
@@ -218,10 +177,6 @@ def _hidden_leaks(listed: Score, hidden: Score) -> list[str]:
     if not hidden.low > listed.high:  # NaN compares as no difference
         return []
     return [f"{HIDDEN}: {hidden.mean:.1f} [{hidden.low:.1f}, {hidden.high:.1f}], the listed one {listed.mean:.1f}"]
-
-
-def _told(measure: str, value: float | None, how: str) -> str:
-    return f"{measure}: {'—' if value is None else f'{value:g}'} ({how})"
 
 
 def _judged_anew(own: Judged, records: pd.DataFrame, of: Track, card: Card, theirs: Sequence[Result]) -> Judged:
@@ -239,11 +194,7 @@ def _attacks_of(result: Result) -> set[str]:
 
 
 def rank(rows: Sequence[Standing]) -> list[Standing]:
-    """Return the rows with their ranks within each track, and marked where another one is better in both respects.
-
-    Args:
-        rows: those of all tracks.
-    """
+    """Return the rows with their ranks within each track, and marked where another one is better in both respects."""
     able = [row for row in rows if row.known_by and not row.unreliable and row.worst_case is not None]
     done = []
     for row in rows:
@@ -263,6 +214,5 @@ def _dominates(other: Standing, row: Standing) -> bool:
     alike = (other.track, other.victim, other.photographs) == (row.track, row.victim, row.photographs)
     if not alike or None in (other.measured_utility, row.measured_utility):
         return False
-    leak = (_of(row), _of(other))
-    worth = (float(other.measured_utility or 0), float(row.measured_utility or 0))
-    return leak[1] <= leak[0] and worth[0] >= worth[1] and (leak[1] < leak[0] or worth[0] > worth[1])
+    own, theirs = ((-_of(each), float(each.measured_utility or 0)) for each in (row, other))
+    return theirs != own and theirs[0] >= own[0] and theirs[1] >= own[1]

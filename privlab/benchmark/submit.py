@@ -1,36 +1,43 @@
 """A submission: an entry is checked, measured on its track, judged, and written as a result file."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import cosine_similarity
 
 from privlab.admission import Check, admit_attack
 from privlab.admission.admit import admit
 from privlab.admission.confinement import REFUSED
-from privlab.admission.privacy_claims import check_bits, check_epsilon, derived_bits
-from privlab.base import PrivlabError, collect_warnings, options_of, versions
+from privlab.base import PrivlabError, collect_warnings, draw_for, options_of, versions
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries, entries
-from privlab.benchmark.fidelity import fidelity
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
 from privlab.benchmark.judged import Judged, conclude, judge
-from privlab.benchmark.measure import Photographs, draws_of, measure_defense, run_with_pictures, specification
+from privlab.benchmark.measure import Measurement, Photographs
 from privlab.benchmark.page import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
+from privlab.defenses import DEFENSES
+from privlab.evaluation import Specification, victim_of
 from privlab.grids import IN_PROCESS, Engine
+from privlab.images import open_images
+from privlab.release import observe, observe_updates, predictions, released_parameters, send
 from privlab.report.tables.knowledge import declared_defenses, knows
-from privlab.victims import victim
-
-__all__ = ["check_claims", "checks_of", "submit", "worth_of"]
+from privlab.threat import ClientData, Draws, Stack, acts_on, defense_declarations
+from privlab.victims import VictimModel, victim
 
 Say = Callable[[str], object]
+
+_ROUNDING = 0.005
+"""How far ε may be from the derived one, relatively, and how many bits more a card may state: it has a few digits."""
 
 
 def submit(
@@ -39,7 +46,6 @@ def submit(
     how: Photographs = Photographs(),  # noqa: B008  # it is frozen
     *,
     key: Path | None = None,
-    runs: Path | None = None,
     engine: Engine = IN_PROCESS,
     say: Say = lambda text: None,
 ) -> Result:
@@ -47,23 +53,28 @@ def submit(
 
     Args:
         card: the entry's.
-        out: the result file to write.
+        out: the result file to write; run directories, from which a submission that was stopped goes on, lie beside it.
         how: its photographs, and the weights of a victim that is not in the package.
         key: an ed25519 private key in PEM, to sign the result with.
-        runs: where the run directories lie, from which a submission that was stopped goes on; beside `out` by default.
         engine: where the photographs are attacked.
         say: called with what is done next.
 
     Raises:
         PrivlabError: if the card lies, admission fails, or a part of the entry does not fit its track.
     """
-    begun, source = time.monotonic(), source_of_plugin(card)
-    folder = out.with_suffix(".runs") if runs is None else runs
+    begun, source, folder = time.monotonic(), source_of_plugin(card), out.with_suffix(".runs")
     with installed(card, source), collect_warnings([]):
         say("admission")
         checks = checks_of(card, how.weights)
         say("measurement")
-        measured = _of_keys(card) if card.track == "weights" else _measured(card, how, folder, engine, say)
+        if card.track == "weights":
+            measured = _concluded(card, measure_keys(card)) | {"utility": 1.0, "draws": card.of.draws}
+        elif card.kind == "attack":
+            measured = _of_attack(card, how, folder, engine, say)
+        elif card.releases:
+            measured = _of_releases(card, how, folder)
+        else:
+            measured = _of_defense(Measurement(card, how, folder, engine=engine))
     data = {
         "format": FORMAT,
         "track": {"name": card.track, "version": card.version, "sha256": card.of.sha256},
@@ -80,10 +91,6 @@ def submit(
     return write_result(data, out, key)
 
 
-def _measured(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
-    return (_of_defense if card.kind == "defense" else _of_attack)(card, how, folder, engine, say)
-
-
 REFUSING = frozenset(
     {
         *("contents", "same-draw", "neighbours", "random-state", "untouched", "control"),
@@ -97,10 +104,6 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
     """Return the checks of admission of every part of an entry; none of keys, and of an entry that is given as files.
 
     A defense is tried on the track's own victim, whose shapes and gradients it will meet.
-
-    Args:
-        card: that of the entry, whose class is installed.
-        weights: the file of a victim that is not in the package, or "auto".
 
     Raises:
         PrivlabError: if one of `REFUSING` fails, or a defense claims more than it has.
@@ -126,8 +129,116 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
     return tuple(found)
 
 
+def worth_of(card: Card, how: Photographs) -> float:
+    """Return what the releases of a defense are still worth, in the case of its track where that is least."""
+    parts = instances(card)
+    if card.clients > 1:  # the mean is what federated averaging makes of the undefended updates
+        return 1.0
+    undefended = [Measurement(card, how).specification(case, "a", card.of.attacks[:1]) for case in card.of.cases]
+    return min(fidelity(spec, parts) for spec in undefended)
+
+
+def fidelity(spec: Specification, defense: Sequence[Any]) -> float:
+    """Return what a release is still worth on the bundled photographs: a stand-in for utility, without training.
+
+    Of features it is the share of photographs whose class the victim keeps, in [0, 1]. Of gradients and updates it is
+    the cosine of the release with the undefended one, in [−1, 1], averaged over photographs: 1 says that training is
+    not disturbed, 0 that it learns nothing from the release. Neither is the accuracy of a model that was trained under
+    the defense, which the card states.
+    """
+    base = victim_of(spec, torch.device("cpu"))
+    shown = [image for image in open_images("samples") if image.pixels]
+    images = torch.stack([base.preprocessing(image.pixels) for image in shown if image.pixels]).to(base.model.mean)
+    draws = [draw_for(spec.seed, image.sha256, "fidelity") for image in shown]
+    with torch.no_grad():
+        labels = base.model(images).argmax(1)
+
+    def key() -> torch.Generator:
+        return draw_for(spec.seed, "model", "fidelity")
+
+    def released(stack: Stack) -> Mapping[str, Tensor]:
+        if (client := spec.local_training) is not None:
+            clients = [ClientData(*each) for each in zip(images.split(1), labels.split(1), draws, strict=True)]
+            return observe_updates(base.model, client, clients, None, stack.parts).gradients
+        feed = stack.feed(images, base.model.patch, draws, key=key())
+        names = sorted(released_parameters(base.model))
+        return observe(base.model, feed, labels, names, stack.parts, draws).gradients
+
+    stack = Stack(tuple(defense))
+    if spec.features_released:
+        feed = stack.feed(images, base.model.patch, draws, key=key())
+        of_batch = Draws(draws, draw_for(spec.seed, "batch", "fidelity"), key())
+        sent = send(base.model, feed, stack, of_batch, spec.cut_layer)
+        kept = predictions(base.model, sent, spec.cut_layer).argmax(1) == labels
+        return round(float(kept.double().mean()), 4)
+    plain, defended = released(Stack(())), released(stack)
+    names = sorted(plain, key=lambda name: name not in defended)  # those that are withheld come last, as zeros
+    whole = torch.cat([plain[name].flatten(1).double() for name in names], 1)
+    seen = torch.cat([defended.get(name, torch.zeros_like(plain[name])).flatten(1).double() for name in names], 1)
+    return round(float(cosine_similarity(whole, seen).mean()), 4)
+
+
+def _concluded(card: Card, records: pd.DataFrame) -> dict[str, Any]:
+    """Return the rows as the result file has them, and what they say, if a plug-in did nothing that it may not."""
+    for reason in records.reason.dropna().unique():
+        if str(reason).endswith(REFUSED):
+            raise PrivlabError(str(reason))
+    rows = to_rows(records)
+    return {"judged": conclude(card, from_rows(rows)), "rows": rows}
+
+
+def _of_defense(own: Measurement) -> dict[str, Any]:
+    records = own.records()
+    found = _concluded(own.card, records)
+    shown = pictures(own.card, Judged.of_json(found["judged"]), records, own.run_with_pictures)
+    return found | {"utility": worth_of(own.card, own.how), "draws": own.card.draws, "pictures": shown}
+
+
+def _of_releases(card: Card, how: Photographs, folder: Path) -> dict[str, Any]:
+    if how != Photographs():
+        raise PrivlabError(
+            f"Entry '{card.name}' holds releases of the bundled photographs only. Leave out --images, --public and "
+            "--weights."
+        )
+    records = measure_releases(card, folder)
+    return _concluded(card, records) | {"utility": None, "draws": 1, "releases_sha256": releases_sha256(card)}
+
+
+def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
+    """Measure an attack on the defenses that its card names, or on those that it knows."""
+    if card.reconstructions:
+        target = defense_entries(card.track, card.against)[0]
+        return _concluded(card, reconstructions(card, target).assign(entry=target.name))
+    (attack,) = instances(card)
+    defenses = [each for each in entries() if (each.card.kind, each.card.track) == ("defense", card.track)]
+    before = {each.card.name: [each.rows] for each in defenses}
+    rows: list[pd.DataFrame] = []
+    shown: dict[str, Any] = {}
+    for target in _targets(card, attack):
+        say(f"on {target.name}")
+        on_target = Measurement(target, how, folder, [attack], engine)
+        own = on_target.records()
+        rows.append(own.assign(entry=target.name))
+        joined = judge(pd.concat([*before.get(target.name, []), own]), card.of)
+        shown[target.name] = pictures(target, joined, own, on_target.run_with_pictures)
+    return _concluded(card, pd.concat(rows, ignore_index=True)) | {"pictures": shown}
+
+
+def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
+    """Return the defenses that an attack is run on: those that its card names, or that it knows."""
+    if card.against:
+        return defense_entries(card.track, card.against)
+    known = declared_defenses(attack.name)
+    found = [each for each in defense_entries(card.track) if each.parts != ("none",) and knows(known, each.parts, {})]
+    if not found:
+        raise PrivlabError(
+            f"Attack '{card.name}' knows no defense of the track '{card.track}'. Name one by against = [\"NAME\"]."
+        )
+    return found
+
+
 def check_claims(card: Card, weights: str) -> None:
-    """Compare the ε and the secret bits of a card with what its defense declares.
+    """Compare the ε and the secret bits of a card with what its defense declares; what nothing derives is let pass.
 
     Args:
         card: that of a defense, whose class is installed.
@@ -137,108 +248,80 @@ def check_claims(card: Card, weights: str) -> None:
         PrivlabError: if ε is another one, or finite where nothing is drawn, or there are fewer bits than the card says.
     """
     own, where, found = card.of.victim(card.victim_name), f"The card of '{card.name}'", None
-    keys = card.track == "weights"
-    parts = [] if keys or card.releases else instances(card)
+    parts = [] if card.track == "weights" or card.releases else instances(card)
     model = victim(own.name, weights=weights, img_size=own.img_size).model if parts else None
-    if not isinstance(card.epsilon, str) and not card.releases:
-        check_epsilon(where, float(card.epsilon or 0), parts, model)
     if not card.releases:
+        if not isinstance(card.epsilon, str):
+            _check_epsilon(where, float(card.epsilon or 0), parts, model)
         found = secret_bits_of_keys(card) if model is None else derived_bits(parts, model, card.of.client_batch)
-    check_bits(where, card.secret_bits or 0.0, found, "+".join(card.parts))
+    claimed = card.secret_bits or 0.0
+    if not 0 <= claimed < math.inf:
+        raise PrivlabError(f"{where}: secret_bits must be finite and at least 0. Found {claimed:g}.")
+    if found is not None and claimed > found + max(0.05, _ROUNDING * found):
+        raise PrivlabError(
+            f"{where}: secret_bits says {claimed:g}, and '{'+'.join(card.parts)}' draws from keys of {found:.1f} bits. "
+            "State at most that."
+        )
 
 
-def worth_of(card: Card, how: Photographs) -> float:
-    """Return what the releases of a defense are still worth, in the case of its track where that is least.
+def derived_bits(parts: Sequence[Any], model: VictimModel, together: int) -> float | None:
+    """Return log₂ of the number of keys of the parts, at most; None if one of another package does not declare it.
+
+    A defense of this package that declares no key has none: fresh noise and random masks are no secret that lasts.
 
     Args:
-        card: that of the defense, whose class is installed.
-        how: the weights of a victim that is not in the package.
+        parts: the defenses.
+        model: the victim's.
+        together: how many images are released together.
     """
-    parts = instances(card)
-    if card.clients > 1:  # the mean is what federated averaging makes of the undefended updates
-        return 1.0
-    return min(fidelity(specification(card, case, "a", card.of.attacks[:1], how), parts) for case in card.of.cases)
+    bits = 0.0
+    for part in parts:
+        declared = defense_declarations(part).secret_bits
+        if declared is None and part.name not in DEFENSES:
+            return None
+        bits += 0.0 if declared is None else declared(model, together)
+    return bits
 
 
-def _concluded(card: Card, records: pd.DataFrame) -> dict[str, Any]:
-    """Return the rows as the result file has them, and what they say.
+def _check_epsilon(where: str, epsilon: float, parts: Sequence[Any], model: VictimModel | None) -> None:
+    """Compare an ε with what the parts of a defense declare; a key, which has no parts and no model, adds no noise.
 
-    Raises:
-        PrivlabError: if a plug-in did what it may not on a photograph.
+    The ε of a stack is the least of its parts: the others act before that part, or on its release.
     """
-    for reason in records.reason.dropna().unique() if "reason" in records else ():
-        if str(reason).endswith(REFUSED):
-            raise PrivlabError(str(reason))
-    rows = to_rows(records)
-    return {"judged": conclude(card, from_rows(rows)), "rows": rows}
-
-
-def _of_defense(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
-    if card.releases:
-        return _of_releases(card, how, folder)
-    records = measure_defense(card, how, folder, engine=engine)
-    found = _concluded(card, records)
-    judged = Judged.of_json(found["judged"])
-    return {
-        **found,
-        "utility": worth_of(card, how),
-        "draws": draws_of(card),
-        "pictures": pictures(
-            card, judged, records, partial(run_with_pictures, card, how=how, out=folder, engine=engine)
-        ),
-    }
-
-
-def _of_releases(card: Card, how: Photographs, folder: Path) -> dict[str, Any]:
-    if how != Photographs():
+    if not 0 < epsilon < math.inf:
+        raise PrivlabError(f'{where}: epsilon must be finite and above 0, or "none". Found {epsilon:g}.')
+    if model is None:
+        raise PrivlabError(f'{where}: epsilon says {epsilon:g}, and a key adds no noise. State "none".')
+    guarantees = [declared() for part in parts if (declared := defense_declarations(part).guarantee) is not None]
+    if guarantees:
+        found = min(guarantees, key=lambda each: each.epsilon)
+        if not math.isclose(epsilon, found.epsilon, rel_tol=_ROUNDING):
+            raise PrivlabError(
+                f"{where}: epsilon says {epsilon:g}, and {found.by} gives {found.epsilon:.4g} at delta = "
+                f"{found.delta:g} (replace-one)."
+            )
+    elif all(draws_nothing(part, model) for part in parts):
         raise PrivlabError(
-            f"Entry '{card.name}' holds releases of the bundled photographs alone: leave out --images, --public and "
-            "--weights."
+            f"{where}: epsilon says {epsilon:g}, and '{'+'.join(part.name for part in parts)}' releases the same "
+            'whatever it draws, so that no finite epsilon holds. State "none".'
         )
-    records = measure_releases(card, folder)
-    told = {"utility": None, "draws": 1, "releases_sha256": releases_sha256(card)}
-    return {**_concluded(card, records), **told}
 
 
-def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
-    """Measure an attack on the defenses that its card names, or on those that it knows."""
-    if card.reconstructions:
-        target = defense_entries(card.track, card.against)[0]
-        return _concluded(card, reconstructions(card, target).assign(entry=target.name))
-    (attack,) = instances(card)
-    before = {each.card.name: each.rows for each in entries() if _is_of(each, card.track)}
-    rows: list[pd.DataFrame] = []
-    shown: dict[str, Any] = {}
-    for target in _targets(card, attack):
-        say(f"on {target.name}")
-        own = measure_defense(target, how, folder, [attack], engine)
-        rows.append(own.assign(entry=target.name))
-        joined = judge(pd.concat([*([before[target.name]] if target.name in before else []), own]), card.of)
-        run = partial(run_with_pictures, target, how=how, out=folder, attacks=[attack], engine=engine)
-        shown[target.name] = pictures(target, joined, own, run)
-    return _concluded(card, pd.concat(rows, ignore_index=True)) | {"pictures": shown}
+def draws_nothing(part: Any, model: VictimModel) -> bool:  # noqa: ANN401
+    """Return whether a defense releases the same of the same for two different draws, in the shapes of a victim."""
+    return torch.equal(*(_release(part, model, seed) for seed in (1, 2)))
 
 
-def _is_of(result: Result, track: str) -> bool:
-    return result.card.kind == "defense" and result.card.track == track
-
-
-def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
-    """Return the defenses that an attack is run on.
-
-    Raises:
-        PrivlabError: if the card names none, and the attack knows none.
-    """
-    if card.against:
-        return defense_entries(card.track, card.against)
-    known = declared_defenses(attack.name)
-    found = [each for each in defense_entries(card.track) if each.parts != ("none",) and knows(known, each.parts, {})]
-    if not found:
-        raise PrivlabError(
-            f"Attack '{card.name}' knows no defense of the track '{card.track}': name one by against = []."
-        )
-    return found
-
-
-def _of_keys(card: Card) -> dict[str, Any]:
-    return {**_concluded(card, measure_keys(card)), "utility": 1.0, "draws": card.of.draws}
+def _release(part: Any, model: VictimModel, seed: int) -> Tensor:  # noqa: ANN401
+    same = Generator().manual_seed(0)
+    own, other, batch, key = (Generator().manual_seed(number) for number in (10 * seed, 10 * seed + 1, seed, seed))
+    if acts_on(type(part)) == "gradients":
+        gradients = {name: torch.randn(2, *W.shape, generator=same) for name, W in model.vit.named_parameters()}
+        return torch.cat([each.flatten() for each in part.release(gradients, [own, other]).values()])
+    if acts_on(type(part)) == "features":
+        tokens = model.vit.patch_embed.num_patches + model.vit.num_prefix_tokens
+        features = torch.randn(2, tokens, model.vit.embed_dim, generator=same)
+        draws = Draws([own, other], batch, key)
+        return Stack((part,)).send(features, model.vit.num_prefix_tokens, draws).features
+    images = torch.rand(2, *model.image_shape, generator=same)
+    return Stack((part,)).feed(images, model.patch, [own, other], key=key).images

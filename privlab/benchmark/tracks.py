@@ -10,20 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from privlab.base import PrivlabError, check_name, parse_toml, unknown_name, write_whole
-from privlab.images import open_images
-
-__all__ = [
-    "BUNDLED",
-    "TRACKS",
-    "VERSION",
-    "Track",
-    "TrackCase",
-    "TrackVictim",
-    "photographs",
-    "track",
-    "write_manifest",
-]
+from privlab import images
+from privlab.base import PrivlabError, check_name, parse_toml, write_whole
+from privlab.benchmark.standing import with_tuples
 
 VERSION = "privlab/1"
 """The version of the tracks of this package. Whatever changes a number of theirs makes a new version."""
@@ -74,26 +63,26 @@ class Track:
     rounds: int
     tolerance_db: float
     photographs: tuple[str, ...]
-    client_batch: int
     cases: tuple[TrackCase, ...]
     victims: tuple[TrackVictim, ...]
     sha256: str
+    client_batch: int = 1
 
     @property
     def lead(self) -> str:
         """Return the metric by which the track ranks: the first one."""
         return self.metrics[0]
 
-    def victim(self, name: str) -> TrackVictim:
-        """Return a victim of the track by its name.
+    @property
+    def unit(self) -> str:
+        """Return the unit of a score, behind a space; none for a share of a key."""
+        return " dB" if self.lead == "psnr" else ""
 
-        Raises:
-            PrivlabError: if it is none of the track's.
-        """
-        for each in self.victims:
-            if each.name == name:
-                return each
-        raise unknown_name(f"victim of the track '{self.name}'", name, [each.name for each in self.victims])
+    def victim(self, name: str) -> TrackVictim:
+        """Return a victim of the track by its name."""
+        known = {each.name: each for each in self.victims}
+        check_name(f"victim of the track '{self.name}'", name, known)
+        return known[name]
 
 
 @cache
@@ -105,16 +94,13 @@ def track(name: str) -> Track:
     """
     check_name("track", name, TRACKS)
     text = _text(f"{name}.toml")
-    given = parse_toml(text, f"{name}.toml")
-    parts = tuple(given["photographs"])
+    given = with_tuples(parse_toml(text, f"{name}.toml"))
+    parts = given["photographs"]
     lists = [_text(f"{part}.csv") for part in (*parts, *(("hidden",) if parts else ()))]
+    digest = hashlib.sha256("\0".join((text, *lists)).encode()).hexdigest()
     victims = tuple(TrackVictim(**each) for each in given.pop("victim"))
     cases = tuple(TrackCase(each.pop("name"), each) for each in given.pop("case"))
-    for key in ("attacks", "metrics", "photographs"):
-        given[key] = tuple(given[key])
-    digest = hashlib.sha256("\0".join((text, *lists)).encode()).hexdigest()
-    stated: dict[str, Any] = {"client_batch": 1, **given}
-    return Track(**stated, cases=cases, victims=victims, sha256=digest)
+    return Track(**given, cases=cases, victims=victims, sha256=digest)
 
 
 def _text(name: str) -> str:
@@ -125,10 +111,8 @@ def _text(name: str) -> str:
 def photographs(part: str) -> Mapping[str, str]:
     """Return the name of each photograph of a part by the SHA-256 of its file.
 
-    The hidden half has no names: there, the first digits of the hash stand in.
-
-    Args:
-        part: "bundled", "public" or "hidden".
+    The parts are "bundled", "public" and "hidden". The hidden half has no names: there, the first digits of the hash
+    stand in.
     """
     rows = csv.DictReader(_text(f"{part}.csv").splitlines())
     return {row["sha256"]: row.get("name") or f"hidden-{row['sha256'][:12]}" for row in rows}
@@ -138,13 +122,10 @@ def write_manifest(part: str, folder: str | None, path: Path, wanted: Sequence[s
     """Write a manifest that chooses a part's photographs, by their hashes alone, and return the name of their source.
 
     Args:
-        part: "bundled", "public" or "hidden".
+        part: as in `photographs`.
         folder: where the photographs lie that are not bundled; their names there do not matter.
         path: the file to write.
         wanted: the hashes of those to choose, in their order; None for the whole part.
-
-    Raises:
-        PrivlabError: if the folder is missing, or lacks a photograph.
     """
     hashes = list(photographs(part)) if wanted is None else list(wanted)
     if part != BUNDLED and folder is None:
@@ -152,7 +133,7 @@ def write_manifest(part: str, folder: str | None, path: Path, wanted: Sequence[s
             f"The {part} photographs are not in the package. Give the folder of ImageNet's samples by --images FOLDER."
         )
     source = "samples" if part == BUNDLED else str(folder)
-    names = {each.sha256: each.name for each in open_images(source).without_pixels()}
+    names = {each.sha256: each.name for each in images.open_images(source).without_pixels()}
     if lacking := [photographs(part)[each] for each in hashes if each not in names]:
         raise PrivlabError(
             f"'{source}' lacks {len(lacking)} of {len(hashes)} {part} photographs. The first is {lacking[0]}: give the "

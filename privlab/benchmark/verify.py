@@ -2,10 +2,8 @@
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -13,7 +11,7 @@ from privlab.base import PrivlabError, check_range, collect_warnings
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.judged import check_concluded, conclude
-from privlab.benchmark.measure import Photographs, attacks_of, case_label, draws_of, remeasure
+from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, read_result
 from privlab.benchmark.submit import checks_of, worth_of
@@ -22,8 +20,6 @@ from privlab.benchmark.weights import measure_keys
 from privlab.evaluation import CONTROL
 from privlab.report.tables import sign_of
 from privlab.threat import attack_declarations
-
-__all__ = ["Verified", "verify"]
 
 _EXACT_DB = 60.0
 """PSNR in dB above which two scores count as the same: they measure rounding, which differs between machines."""
@@ -79,7 +75,7 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | 
             return _compared(result, measure_keys(card).assign(draw=0), result.rows.assign(draw=0), card)
         if card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
-            raise PrivlabError(f"{path}: {what} cannot be made again; the signature and the versions are right.")
+            raise PrivlabError(f"{path}: {what} cannot be measured again. The signature and the versions are right.")
         how = Photographs(weights=weights, public=public)
         _check_public(result, how)
         again = _measured_again(result, card, images, how)
@@ -92,10 +88,10 @@ def _check_told(result: Result, card: Card, weights: str) -> None:
     failed = {each.name for each in checks_of(card, weights) if not each.passed}
     if told != failed:
         said, found = (", ".join(sorted(each)) or "none" for each in (told, failed))
-        raise PrivlabError(f"{result.path}: of the checks of admission {found} fail, and the file says {said}.")
+        raise PrivlabError(f"{result.path}: the checks of admission that fail are {found}, but the file says {said}.")
     if card.kind == "attack" or card.track == "weights" or card.releases:
         return
-    for name, found in (("draws", draws_of(card)), ("utility", worth_of(card, Photographs(weights=weights)))):
+    for name, found in (("draws", card.draws), ("utility", worth_of(card, Photographs(weights=weights)))):
         if not math.isclose(said := result.data[name], found, abs_tol=_APART):
             raise PrivlabError(f"{result.path}: {name} is {found:g} now, and the file says {said:g}.")
 
@@ -116,27 +112,25 @@ def _check_public(result: Result, how: Photographs) -> None:
 def _measured_again(result: Result, card: Card, images: int, how: Photographs) -> pd.DataFrame:
     chance = random.Random(result.data["signature"]["sha256"])
     if card.kind == "attack":
-        (attack,) = instances(card)
         target = chance.choice(defense_entries(card.track, sorted(result.data["judged"])))
-        return _drawn(chance, target, images, how, result, [attack]).assign(entry=target.name)
-    return _drawn(chance, card, images, how, result, None)
+        rows = _drawn(chance, Measurement(target, how, attacks=instances(card)), images, result)
+        return rows.assign(entry=target.name)
+    return _drawn(chance, Measurement(card, how), images, result)
 
 
-def _drawn(
-    chance: random.Random, card: Card, images: int, how: Photographs, result: Result, attacks: Sequence[Any] | None
-) -> pd.DataFrame:
+def _drawn(chance: random.Random, own: Measurement, images: int, result: Result) -> pd.DataFrame:
+    """Return the records of a case, a draw and whole releases of photographs that are drawn."""
+    card, measured = own.card, {*result.rows.case}
     setting = "a" if card.parts == ("none",) else "c"
-    measured = {*result.rows.case}
     case: TrackCase = chance.choice([each for each in card.of.cases if case_label(each, setting) in measured])
     draw = chance.randrange(int(result.data.get("draws", 1)))
     hashes = list(photographs("bundled"))
-    one_key = any(attack_declarations(attack).one_key for attack in attacks or ())
+    one_key = any(attack_declarations(attack).one_key for attack in own.attacks or ())
     size = len(hashes) if one_key else max(card.of.client_batch, card.clients)
     whole = len(hashes) - len(hashes) % card.clients  # those left over are released with photographs of other releases
     batches = [hashes[i : i + size] for i in range(0, whole, size)]
     wanted = [sha for batch in chance.sample(batches, -(-images // size)) for sha in batch]
-    used = attacks_of(card, case, setting, how) if attacks is None else attacks
-    return remeasure(card, case, setting, draw, wanted, how, used)
+    return own.again(case, setting, draw, wanted)
 
 
 def _compared(result: Result, again: pd.DataFrame, before: pd.DataFrame, card: Card) -> Verified:

@@ -12,8 +12,6 @@ try:
 except ImportError as error:
     raise PrivlabError("privlab.callbacks.lightning needs Lightning: pip install 'privlab[callbacks]'.") from error
 
-__all__ = ["RecordUpdate"]
-
 
 class RecordUpdate(Callback):
     """Record the weights of a ViT before and after each fit, as files that `privlab attack --update` audits.

@@ -1,18 +1,20 @@
 """The weights before and after each fit of one model, in a folder for each."""
 
 import copy
+import re
+from itertools import count
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, first
-from privlab.release.capture import capture_update
-
-__all__ = ["RoundRecorder"]
+from privlab.release.capture import capture_next
 
 
 class RoundRecorder:
     """Record `folder/round-1/before.safetensors`, `after.safetensors`, `round-2/…`, one for each fit.
+
+    The numbers go on where an earlier recording into the folder ended.
 
     Args:
         model: the timm ViT itself, not what wraps it; it is left as it is.
@@ -30,7 +32,6 @@ class RoundRecorder:
                 f"patch_embed.proj.weight. Found {first(names, 3) or 'none'}: give the VisionTransformer itself."
             )
         self.model, self.folder = model, Path(folder)
-        self.rounds = 0
         self.before: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
@@ -45,6 +46,7 @@ class RoundRecorder:
         """
         if self.before is None:
             raise PrivlabError("There is no update yet: its recording begins where a fit begins.")
-        self.rounds += 1
-        capture_update(self.before, self.model, self.folder / f"round-{self.rounds}")
+        taken = [re.fullmatch(r"round-(\d+)", path.name) for path in self.folder.glob("round-*")]
+        last = max((int(match[1]) for match in taken if match), default=0)
+        capture_next(self.before, self.model, (self.folder / f"round-{number}" for number in count(last + 1)))
         self.before = None

@@ -12,8 +12,6 @@ try:
 except ImportError as error:
     raise PrivlabError("privlab.callbacks.transformers needs it: pip install 'privlab[callbacks]'.") from error
 
-__all__ = ["RecordUpdate"]
-
 
 class RecordUpdate(TrainerCallback):
     """Record the weights of a ViT before and after each training, as files that `privlab attack --update` audits.

@@ -3,24 +3,22 @@
 import logging
 import sys
 import traceback
+from collections import ChainMap
 
 import click
 
 from privlab import __version__
-from privlab.base import CLOSED, OutputClosed, PrivlabError, end_streams, prepare_streams
+from privlab.base import CLOSED, OutputClosed, PrivlabError, end_streams, memory_ended, prepare_streams
 from privlab.cli.attack import attack
 from privlab.cli.benchmark import admit, benchmark
 from privlab.cli.common import Commands, Interrupted, err
-from privlab.cli.evaluate import evaluate
+from privlab.cli.elsewhere import TRAINED, bench, study
 from privlab.cli.keys import keys
-from privlab.cli.machine import bench, doctor, explain, list_
+from privlab.cli.machine import doctor, explain, list_
 from privlab.cli.models import models
 from privlab.cli.split.commands import split
 from privlab.cli.store import figures, identify, report, store
-from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
-from privlab.cli.train import train
-from privlab.inventory.command_examples import EXAMPLES
 
 __all__ = ["cli", "main"]
 
@@ -56,6 +54,8 @@ def _status(arguments: list[str]) -> int:
     except OutputClosed:
         return CLOSED
     except Exception as error:  # the last resort: no traceback reaches a user who did not ask for it
+        if (memory := memory_ended(error)) is not None:
+            return _complain(memory, debug)
         what = " ".join(f"{type(error).__name__}: {error}".split())
         return _complain(f"{what} (a fault of privlab, not yours; --debug shows where)", debug)
 
@@ -67,33 +67,20 @@ def _complain(message: str, debug: bool) -> int:
     return 2
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    commands=ChainMap({}, TRAINED),
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 @click.version_option(__version__, message="%(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
 def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
-def add_examples(group: click.Group, above: str = "") -> None:
-    """Put the examples of each command of a group, and of the groups in it, below its help.
-
-    Args:
-        group: the group, whose commands are changed.
-        above: the words that lead to it, without `privlab`.
-    """
-    for name, command in group.commands.items():
-        words = f"{above} {name}".strip()
-        if isinstance(command, click.Group):
-            add_examples(command, words)
-        elif lines := EXAMPLES.get(words):
-            command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
-
-
 COMMANDS = (
-    *(attack, admit, list_, explain, doctor, bench, keys, split, study, train, evaluate, models),
+    *(attack, admit, list_, explain, doctor, bench, keys, split, study, models),
     *(table, store, report, figures, identify, benchmark),
 )
 for command in COMMANDS:
     cli.add_command(command)
-keys.add_command(finetune_study)
-add_examples(cli)

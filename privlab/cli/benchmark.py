@@ -1,6 +1,5 @@
 """`privlab admit` and `privlab benchmark`: whether an entry is what it says, and the table that it enters."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,12 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from privlab.cli.common import Commands, common, err, plain, print_json, print_table
-from privlab.cli.names import PART, VICTIM, WEIGHTS
+from privlab.cli.common import Commands, common, err, print_json, print_paths, print_table
+from privlab.cli.names import FROM_ZERO, PART, PATH, POSITIVE, VICTIM, WEIGHTS
 
-__all__ = ["admit", "benchmark"]
-
-_FILE = click.Path(path_type=Path)
-_WEIGHTS = click.option("--weights", default="auto", help="File of a victim whose weights are not in the package.")
+_WEIGHTS = click.option(
+    "--weights", default="auto", show_default=False, help="File of a victim whose weights are not in the package."
+)
 _PUBLIC = click.option("--public", help="Photographs of the adversary's own, for decoders.  [default: bundled ones]")
 
 
@@ -23,13 +21,11 @@ _PUBLIC = click.option("--public", help="Photographs of the adversary's own, for
 @click.argument("name", type=PART)
 @click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="An option of it; repeat it.")
 @click.option("--gamma", type=float, help="γ of jigsaw and mjp.")
-@click.option("--model", type=VICTIM, default="vit_ti_mjp", show_default=True, help="The victim on which it is tried.")
-@click.option(
-    "--weights", type=WEIGHTS, default="random", show_default=True, help="auto, pretrained, random, or a file."
-)
-@click.option("--img-size", type=click.IntRange(min=16), default=64, show_default=True, help="Side of the input.")
-@click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Blocks of it that are kept.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--model", type=VICTIM, default="vit_ti_mjp", help="The victim on which it is tried.")
+@click.option("--weights", type=WEIGHTS, default="random", help="auto, pretrained, random, or a file.")
+@click.option("--img-size", type=click.IntRange(min=16), default=64, help="Side of the input.")
+@click.option("--depth", type=POSITIVE, default=2, help="Blocks of it that are kept.")
+@click.option("--seed", type=FROM_ZERO, default=0)
 @common
 def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
     """Check a defense, an attack or a metric by its NAME, before a run; exit status 1 where a check fails.
@@ -42,7 +38,7 @@ def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
     with err.status(f"admitting {name}"):
         checks = admit_any(name, **options)
     if as_json:
-        print_json([{name: plain(value) for name, value in asdict(check).items()} for check in checks])
+        print_json([asdict(check) for check in checks])
     else:
         table = Table("check", "", "measured", "limit", "what", header_style="bold")
         for check in checks:
@@ -61,7 +57,7 @@ def benchmark() -> None:
 
 @benchmark.command("list")
 @click.option("--track", help="gradients, updates, local-training, features or weights.  [default: all]")
-@click.option("--entries", "folders", multiple=True, type=_FILE, help="A folder with results of your own; repeat it.")
+@click.option("--entries", "folders", multiple=True, type=PATH, help="A folder with results of your own; repeat it.")
 @common
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     """Show the entries: those with a rank first, the least leakage first.
@@ -70,20 +66,18 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     attack which leaks most of those that know the defense, and how many others do; --json has both in full.
     """
     from privlab.base import check_name
-    from privlab.benchmark import TRACKS, entries, standings
+    from privlab.benchmark import TRACKS, listed
     from privlab.benchmark.tracks import track as of_track
-    from privlab.metrics import DECIBELS
 
     if track is not None:
         check_name("track", track, TRACKS)
-    rows = [row for row in standings(entries(folders)) if track in (None, row.track)]
+    rows = [row for row in listed(folders) if track in (None, row.track)]
     if as_json:
-        print_json([{name: plain(value) for name, value in row.as_json().items()} for row in rows])
+        print_json([row.as_json() for row in rows])
         return
     table = Table("track", "", "entry", "worst case", "verdict", "known by", "kept", "unreliable", header_style="bold")
     for row in rows:
-        unit = " dB" if of_track(row.track).lead in DECIBELS else ""
-        score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}{unit}"
+        score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}{of_track(row.track).unit}"
         worth = "—" if row.measured_utility is None else f"{row.measured_utility:.2f}"
         others = [f"{len(row.known_by) - 1}"] if row.known_by[1:] else []
         known = " + ".join([row.best_known_by or "no attack", *others])
@@ -94,16 +88,14 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
 
 
 @benchmark.command()
-@click.argument("card", type=_FILE)
-@click.option("--out", type=_FILE, help="The result file.  [default: CARD's name with .json]")
+@click.argument("card", type=PATH)
+@click.option("--out", type=PATH, help="The result file.  [default: CARD's name with .json]")
 @click.option("--images", help="Folder with ImageNet's samples: the public half, beside the bundled photographs.")
 @click.option("--hidden", is_flag=True, help="With --images: attack the hidden half too.")
 @_PUBLIC
 @_WEIGHTS
-@click.option("--key", type=_FILE, help="An ed25519 private key in PEM, to sign the result with.")
-@click.option(
-    "--workers", type=click.IntRange(min=1), help="Processes that attack photographs.  [default: one per core]"
-)
+@click.option("--key", type=PATH, help="An ed25519 private key in PEM, to sign the result with.")
+@click.option("--workers", type=POSITIVE, help="Processes that attack photographs.  [default: one per core]")
 @common
 def submit(
     card: Path,
@@ -120,13 +112,12 @@ def submit(
 
     The runs stay in a folder beside the result file (.runs): the same command goes on where it was stopped.
     """
-    from privlab.base import PrivlabError
+    from privlab.base import PrivlabError, core_count
     from privlab.benchmark import read_card
     from privlab.benchmark import submit as submitted
     from privlab.benchmark.measure import Photographs
     from privlab.benchmark.tracks import track as of_track
     from privlab.grids import Engine
-    from privlab.metrics import DECIBELS
 
     if hidden and images is None:
         raise PrivlabError("--hidden needs --images FOLDER: the hidden half is named by its hashes alone.")
@@ -138,7 +129,7 @@ def submit(
             path,
             Photographs(parts, images, weights, public),
             key=key,
-            engine=Engine(workers=workers or len(os.sched_getaffinity(0))),
+            engine=Engine(workers=workers or core_count()),
             say=lambda text: shown.update(f"submission: {text}"),
         )
     failed = [each for each in result.data.get("admission", ()) if not each["passed"]]
@@ -151,7 +142,7 @@ def submit(
         click.echo(f"{name + ': ' if name else ''}{each['why']}")
         score, by = each["worst"].get(each["leakiest"]), " and ".join(each["by"])
         if score is not None and score["mean"] is not None:
-            unit = " dB" if of_track(result.card.track).lead in DECIBELS else ""
+            unit = of_track(result.card.track).unit
             click.echo(f"worst case by photograph: {score['mean']:.2f}{unit}, case '{each['leakiest']}', by {by}")
     for each in failed:
         click.echo(f"unreliable: admission, {each['name']}: {each['text']}")
@@ -159,8 +150,8 @@ def submit(
 
 
 @benchmark.command()
-@click.argument("result", type=_FILE)
-@click.option("--count", type=click.IntRange(min=1), default=2, show_default=True, help="Photographs measured again.")
+@click.argument("result", type=PATH)
+@click.option("--count", type=POSITIVE, default=2, help="Photographs measured again.")
 @_PUBLIC
 @_WEIGHTS
 @common
@@ -185,29 +176,21 @@ def verify(result: Path, count: int, public: str | None, weights: str, as_json: 
 
 @benchmark.command()
 @click.argument("kind", metavar="defense|attack")
-@click.argument("folder", type=_FILE, default=Path())
+@click.argument("folder", type=PATH, default=Path())
 @common
 def template(kind: str, folder: Path, as_json: bool) -> None:
     """Write the card and the class of an entry that works as it is, to begin with."""
     from privlab.benchmark import write_template
 
-    paths = [str(path) for path in write_template(kind, folder)]
-    if as_json:
-        print_json(paths)
-    else:
-        click.echo("\n".join(paths))
+    print_paths(write_template(kind, folder), as_json)
 
 
 @benchmark.command()
-@click.option("--out", type=_FILE, required=True, help="Folder of the pages and the feeds.")
-@click.option("--entries", "folders", multiple=True, type=_FILE, help="A folder with results of your own; repeat it.")
+@click.option("--out", type=PATH, required=True, help="Folder of the pages and the feeds.")
+@click.option("--entries", "folders", multiple=True, type=PATH, help="A folder with results of your own; repeat it.")
 @common
 def page(out: Path, folders: tuple[Path, ...], as_json: bool) -> None:
     """Write the table as HTML, with its JSON feeds, from the result files alone."""
     from privlab.benchmark import entries, write_site
 
-    paths = [str(path) for path in write_site(entries(folders), out)]
-    if as_json:
-        print_json(paths)
-    else:
-        click.echo("\n".join(paths))
+    print_paths(write_site(entries(folders), out), as_json)

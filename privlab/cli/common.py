@@ -1,12 +1,13 @@
 """Options, progress and printing for all commands. Data goes to standard output, messages to standard error."""
 
 import json
-import math
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,45 +19,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
-from privlab.base import Stream
+from privlab.base import Stream, plain_data, unwritable
+from privlab.cli import names
+from privlab.evaluation.names import check_stated
 from privlab.experiments.tables.named import experiment_names
 
 if TYPE_CHECKING:
     from privlab.evaluation import Specification
     from privlab.training import TrainingProgress
 
-__all__ = [
-    "EVERY",
-    "MANIFEST",
-    "OFFSET",
-    "Commands",
-    "Interrupted",
-    "attack_on_trained",
-    "begun_directory",
-    "command_line",
-    "common",
-    "err",
-    "fits",
-    "interruptible",
-    "kept",
-    "plain",
-    "print_json",
-    "print_on_trained",
-    "print_rows",
-    "print_table",
-    "progress_bar",
-    "table_on_trained",
-    "warned",
-]
 
+EXAMPLES: Mapping[str, list[str]] = tomllib.loads(
+    files("privlab.inventory").joinpath("command_examples.toml").read_text("utf-8")
+)
+"""Whole command lines by the words of their command, without `privlab`; a test checks their options."""
 
-EVERY = "Use every K-th image, before --limit: those at positions J, J + K, … from 0; J is --offset."
-OFFSET = "Leave out the first J images, before --limit; of class folders by turns."
-MANIFEST = "Use the images that it names, checked by SHA-256: columns name, sha256; label, member if known."
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _Fitted(Console):
-    """A console that spells what its stream cannot write before a table is laid out, so that columns stay in line."""
+    """A console that escapes what its stream cannot write before a table is laid out, so that columns stay in line."""
 
     def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
         """Return a text as the stream will write it."""
@@ -67,7 +49,18 @@ err = _Fitted(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Commands(click.Group):
-    """A group whose help shows the whole first sentence of each command, which click cuts to one line."""
+    """A group whose help shows the whole first sentence of each command, which click cuts to one line.
+
+    The help of each command ends with its examples.
+    """
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a name."""
+        command = super().get_command(ctx, cmd_name)
+        lines = EXAMPLES.get(f"{ctx.command_path} {cmd_name}".partition(" ")[2])
+        if command is not None and lines is not None:
+            command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the names of the commands, each with its first sentence."""
@@ -76,11 +69,55 @@ class Commands(click.Group):
             formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in rows if each])
 
 
-def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that every command has."""
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
-    debug = click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
-    return as_json(debug(command))
+def all_of(*options: Decorator) -> Decorator:
+    """Return several options as one decorator."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+common = all_of(
+    click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output."),
+    click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails."),
+)
+"""The options that every command has."""
+
+device_option = click.option("--device", type=names.DEVICE, default="auto", help="auto, cpu, cuda or cuda:N.")
+images_option = click.option(
+    "--images",
+    type=names.IMAGES,
+    multiple=True,
+    default=("samples",),
+    help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
+)
+img_size_option = click.option(
+    "--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does."
+)
+limit_option = click.option("--limit", type=names.POSITIVE, help="Use N images: the first, of class folders by turns.")
+choice_options = all_of(
+    limit_option,
+    click.option(
+        "--every",
+        type=names.POSITIVE,
+        help="Use every K-th image, before --limit: those at positions J, J + K, … from 0; J is --offset.",
+    ),
+    click.option(
+        "--offset",
+        type=names.FROM_ZERO,
+        help="Leave out the first J images, before --limit; of class folders by turns.",
+    ),
+    click.option(
+        "--manifest",
+        type=names.MANIFEST_FILE,
+        metavar="FILE.csv",
+        help="Use the images that it names, checked by SHA-256: columns name, sha256; label, member if known.",
+    ),
+)
+"""The options that choose images of a source."""
 
 
 class _Count(MofNCompleteColumn):
@@ -126,6 +163,57 @@ def begun_directory(spec: "Specification", what: str, *, overwrite: bool) -> Pat
     if begun is not None:
         err.print(f"Continuing the unfinished {what} '{begun}'; --overwrite starts a new one.", markup=False)
     return begun
+
+
+@contextmanager
+def reserved(out: Path | None, what: Sequence[str]) -> Iterator[Path]:
+    """Yield the directory of a run: `out`, or else a new one in `runs` that no other process can take.
+
+    A new one is removed at the end if it is empty.
+
+    Args:
+        out: the directory that is known; None for a new one.
+        what: the victims and the settings, for its name.
+
+    Raises:
+        PrivlabError: if a new one cannot be made.
+    """
+    if out is not None:
+        yield out
+        return
+    name = "-".join(what).replace(":", "_").replace("/", "_")[:80]
+    stem = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
+    try:
+        path = _first_free(stem)
+    except OSError as error:
+        raise unwritable(stem, error) from error
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # a directory with files in it stays, and so does `runs` with other runs
+            path.rmdir()
+            path.parent.rmdir()
+
+
+def _first_free(stem: Path) -> Path:
+    """Make STEM, STEM-2, STEM-3, …, whichever is the first that does not exist, and return it."""
+    path, n = stem, 1
+    while True:
+        with suppress(FileExistsError):  # another process was first
+            path.mkdir(parents=True)
+            return path
+        n += 1
+        path = stem.with_name(f"{stem.name}-{n}")
+
+
+def check_together(params: Mapping[str, Any]) -> None:
+    """Refuse options of `privlab attack` that contradict each other, as far as that costs no import of torch.
+
+    Raises:
+        PrivlabError: for the first of them.
+    """
+    settings = [name.strip() for name in (params["setting"] or "").split(",")]
+    check_stated({**params, "settings": settings, "options": params["options_"]})
 
 
 def kept(path: Path, go_on: str = "The same command goes on where it was.") -> str:
@@ -194,28 +282,43 @@ def _width(table: Table) -> int:
     return _Fitted(width=10_000).measure(table).maximum
 
 
-def plain(value: object) -> object:
-    """Return a value that JSON can hold: NaN becomes None, and an infinite PSNR becomes "Infinity"."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
 def print_json(value: object) -> None:
-    """Print plain data to standard output as JSON; in UTF-8 as it is, elsewhere escaped, for a spelled γ is another."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=not Console().encoding.startswith("utf")))
+    """Print data to standard output as JSON, as `plain_data` has it; γ is escaped where the output is not UTF-8."""
+    click.echo(json.dumps(plain_data(value), indent=2, ensure_ascii=not Console().encoding.startswith("utf")))
+
+
+def print_paths(paths: Iterable[object], as_json: bool) -> None:
+    """Print the paths of files that were written, one a line."""
+    if as_json:
+        print_json([str(path) for path in paths])
+        return
+    for path in paths:
+        click.echo(path)
+
+
+def print_warnings(messages: Iterable[str]) -> None:
+    """Print each warning on a line of its own."""
+    for message in messages:
+        err.print(f"Warning: {message}", style="yellow", markup=False)
+
+
+def print_failed(failures: Iterable[tuple[str, str]]) -> None:
+    """Print what failed, each with its reason, on a line of its own."""
+    for what, reason in failures:
+        err.print(f"Failed: {what}: {reason}", style="red", markup=False)
 
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Print each of privlab's warnings within the context once, on a line of its own, after the context."""
+    """Print each of privlab's warnings within the context once, after the context, even if that raises."""
     from privlab.base import collect_warnings
 
     messages: list[str] = []
-    with collect_warnings(messages):
-        yield
-    for message in messages:
-        err.print(f"Warning: {message}", style="yellow", markup=False)
+    try:
+        with collect_warnings(messages):
+            yield
+    finally:
+        print_warnings(messages)
 
 
 _SAME = ("setting", "attack", "defense", "options_", "release", "client_batch", "gradient_batch", "gamma", "masked_pe")

@@ -1,23 +1,23 @@
 """`privlab keys`: it makes keys, encrypts models with them, and recovers the keys of encrypted models."""
 
 import time
+from collections import ChainMap
 from pathlib import Path
 
 import click
 
 from privlab.base import PrivlabError
-from privlab.cli.common import Commands, common, err, print_json
+from privlab.cli.common import Commands, common, print_json, print_warnings
+from privlab.cli.elsewhere import FINETUNE
+from privlab.cli.names import PATH, POSITIVE
 
-__all__ = ["keys"]
-
-FILE = click.Path(path_type=Path)
-key_option = click.option("--key", type=FILE, required=True, help="Key file, of `privlab keys new`.")
-out_option = click.option("--out", type=FILE, required=True, help="File to write.")
+key_option = click.option("--key", type=PATH, required=True, help="Key file, of `privlab keys new`.")
+out_option = click.option("--out", type=PATH, required=True, help="File to write.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Let an earlier file give way.")
-heads_option = click.option("--heads", type=click.IntRange(min=1), help="Heads per layer, where a file does not say.")
+heads_option = click.option("--heads", type=POSITIVE, help="Heads per layer, where a file does not say.")
 
 
-@click.group("keys", cls=Commands)
+@click.group("keys", cls=Commands, commands=ChainMap({}, FINETUNE))
 def keys() -> None:
     """Permute a model's weights by a key, and measure how little that hides.
 
@@ -38,7 +38,7 @@ def _say(as_json: bool, **facts: object) -> None:
 @keys.command()
 @click.option("--model", required=True, help="A victim's name, timm:NAME, or a file with --heads.")
 @heads_option
-@click.option("--space", default="full", show_default=True, help="full, paper or residual.")
+@click.option("--space", default="full", help="full, paper or residual.")
 @out_option
 @overwrite_option
 @common
@@ -53,7 +53,7 @@ def new(model: str, heads: int | None, space: str, out: Path, overwrite: bool, a
 
 
 @keys.command()
-@click.argument("key", type=FILE)
+@click.argument("key", type=PATH)
 @common
 def show(key: Path, as_json: bool) -> None:
     """Say what a key fits and how large its space is; the key itself is never shown."""
@@ -63,7 +63,7 @@ def show(key: Path, as_json: bool) -> None:
 
 
 @keys.command()
-@click.argument("key", type=FILE)
+@click.argument("key", type=PATH)
 @click.option("--model", required=True, help="A victim's name, timm:NAME, or a file, encrypted or not.")
 @common
 def check(key: Path, model: str, as_json: bool) -> None:
@@ -83,10 +83,10 @@ def check(key: Path, model: str, as_json: bool) -> None:
 
 
 @keys.command()
-@click.argument("model", type=FILE)
+@click.argument("model", type=PATH)
 @key_option
 @out_option
-@click.option("--owner", type=FILE, help="File for what stays with you: embedding, final norm, head.")
+@click.option("--owner", type=PATH, help="File for what stays with you: embedding, final norm, head.")
 @click.option("--keep-embedding", is_flag=True, help="Leave these in the encrypted model, as in the paper.")
 @overwrite_option
 @common
@@ -106,9 +106,9 @@ def encrypt(
 
 
 @keys.command()
-@click.argument("encrypted", type=FILE)
+@click.argument("encrypted", type=PATH)
 @key_option
-@click.option("--owner", type=FILE, help="The file that `encrypt --owner` wrote.")
+@click.option("--owner", type=PATH, help="The file that `encrypt --owner` wrote.")
 @out_option
 @overwrite_option
 @common
@@ -118,16 +118,15 @@ def decrypt(encrypted: Path, key: Path, owner: Path | None, out: Path, overwrite
 
     stored, model = load_key(key), read_model(encrypted)
     if model.seal is None:
-        message = f"Warning: '{encrypted}' names no key: whether this one is right cannot be checked."
-        err.print(message, style="yellow", markup=False)
+        print_warnings([f"'{encrypted}' names no key: whether this one is right cannot be checked."])
     decrypt_file(model, stored, out, owner, overwrite=overwrite)
     _say(as_json, decrypted=str(out), key_id=stored.key_id)
 
 
 @keys.command()
-@click.argument("encrypted", type=FILE)
-@click.option("--key", type=FILE, required=True, help="The key that it was encrypted with.")
-@click.option("--new-key", type=FILE, required=True, help="The key to use from now on.")
+@click.argument("encrypted", type=PATH)
+@click.option("--key", type=PATH, required=True, help="The key that it was encrypted with.")
+@click.option("--new-key", type=PATH, required=True, help="The key to use from now on.")
 @out_option
 @overwrite_option
 @common
@@ -140,21 +139,15 @@ def rekey(encrypted: Path, key: Path, new_key: Path, out: Path, overwrite: bool,
 
 
 @keys.command()
-@click.argument("encrypted", type=FILE)
+@click.argument("encrypted", type=PATH)
 @click.option("--base", required=True, help="The public model: a file, or a victim's name for its pretrained weights.")
-@click.option("--key", type=FILE, help="The true key, to score the recovered one.")
+@click.option("--key", type=PATH, help="The true key, to score the recovered one.")
 @heads_option
-@click.option("--out", type=FILE, help="Write the recovered key, heads and units included.")
+@click.option("--out", type=PATH, help="Write the recovered key, heads and units included.")
 @overwrite_option
 @common
 def recover(
-    encrypted: Path,
-    base: str,
-    key: Path | None,
-    heads: int | None,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    encrypted: Path, base: str, key: Path | None, heads: int | None, out: Path | None, overwrite: bool, as_json: bool
 ) -> None:
     """Recover the key of ENCRYPTED against the public model that it was made from (weight matching)."""
     from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction

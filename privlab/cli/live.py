@@ -1,7 +1,7 @@
 """What a run shows while it goes: on a terminal the table so far, in a pipe a line for each image; warnings at once."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,49 +15,44 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from privlab.base import PrivlabError
-from privlab.cli.common import err
+from privlab.cli.common import Decorator, all_of, err
+from privlab.grids.engine import Engine
 
 if TYPE_CHECKING:
-    from privlab.grids import Engine, Result
+    from privlab.grids import Result
     from privlab.training import TrainingProgress
 
-__all__ = ["RunDisplay", "engine_of", "engine_options", "run_display"]
+
+ENGINE_OPTIONS = ("engine", "workers", "ray_address", "task_cpus", "task_gpus")
+"""The names of the options of an `Engine`, in the order of its fields."""
 
 
-def engine_options(workers: str, default: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def engine_options(workers: str, default: object) -> Decorator:
     """Return a decorator that adds the options which say where tasks run, and `--quiet`.
 
     Args:
         workers: the help of --workers.
         default: its default.
     """
-    options = (
-        click.option("--workers", default=default, show_default=True, help=workers),
-        click.option("--engine", default="local", show_default=True, help="local or ray."),
+    return all_of(
+        click.option("--workers", default=default, help=workers),
+        click.option("--engine", default="local", help="local or ray."),
         click.option(
             "--ray-address", help="A running cluster: auto, HOST:PORT or ray://….  [default: one is started here]"
         ),
-        click.option("--task-cpus", type=float, default=1.0, show_default=True, help="With ray: cores of a task."),
-        click.option("--task-gpus", type=float, default=0.0, show_default=True, help="With ray: GPUs of a task."),
+        click.option("--task-cpus", type=float, default=1.0, help="With ray: cores of a task."),
+        click.option("--task-gpus", type=float, default=0.0, help="With ray: GPUs of a task."),
         click.option("--quiet", is_flag=True, help="Show no progress."),
     )
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
 
-    return add
-
-
-def engine_of(name: str, workers: str, address: str | None, cpus: float, gpus: float) -> "Engine | None":
-    """Return where tasks run, by the values of these options; None where the run decides ("auto", in this machine).
+def engine_of(options: dict[str, Any]) -> Engine | None:
+    """Return where tasks run, and remove its options from `options`; None where the run decides ("auto", locally).
 
     Raises:
         PrivlabError: if `workers` is neither auto nor a number, or an option does not fit.
     """
-    from privlab.grids import Engine
-
+    name, workers, address, cpus, gpus = (options.pop(each) for each in ENGINE_OPTIONS)
     if workers == "auto" and name == "local" and address is None:
         return None
     if workers != "auto" and not workers.isdecimal():

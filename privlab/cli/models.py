@@ -10,9 +10,7 @@ import click
 from rich.table import Table
 
 from privlab.cli.common import Commands, common, err, print_json, print_table, warned
-from privlab.cli.names import VICTIM
-
-__all__ = ["models"]
+from privlab.cli.names import PATH, VICTIM
 
 
 @click.group(cls=Commands)
@@ -85,7 +83,7 @@ def fetch(name: str, as_json: bool) -> None:
 
 
 @models.command("import")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PATH)
 @click.option("--as", "name", type=VICTIM, required=True, help="The victim whose weights they are, such as deit_s_mjp.")
 @click.option("--img-size", type=click.IntRange(min=8), help="Resize the position embeddings to this input.")
 @common

@@ -1,6 +1,7 @@
 """Types of options: what is not there is refused before anything heavy is imported, and the shell completes names."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -8,42 +9,20 @@ from click.shell_completion import CompletionItem
 
 from privlab import images
 from privlab.attacks import attacks
-from privlab.base import check_name, read_text
+from privlab.base import PrivlabError, check_device, check_name, read_text
 from privlab.defenses import defenses
 from privlab.evaluation.names import check_names, known_names
 from privlab.experiments.tables.named import experiment_names, find_experiment
+from privlab.experiments.training.classifier_names import check_classifier_name, classifier_names
 from privlab.inventory.explain import check_explained, known
 from privlab.metrics.names import metric_names
 from privlab.victims.names import (
-    check_classifier_name,
+    NORMALISATIONS,
+    check_normalisation,
     check_victim_name,
     check_weights_file,
-    classifier_names,
     victim_names,
 )
-
-__all__ = [
-    "ATTACKS",
-    "CLASSIFIER",
-    "CLASSIFIERS",
-    "CLIENT",
-    "DEFENSES",
-    "EFFORT",
-    "EXPERIMENT",
-    "EXPLAINED",
-    "IMAGES",
-    "LABELS",
-    "MANIFEST_FILE",
-    "METRICS",
-    "PART",
-    "SETTINGS",
-    "STACK",
-    "VICTIM",
-    "VICTIMS",
-    "WEIGHTS",
-    "Checked",
-    "several",
-]
 
 
 class Checked(click.ParamType):
@@ -98,9 +77,7 @@ def _check_source(text: str) -> None:
 
 def _check_labels(text: str) -> None:
     if text != "predicted" and not Path(text).exists():
-        from privlab.images.label_csv import read_labels
-
-        read_labels(Path(text))
+        images.read_labels(Path(text))
 
 
 def _check_manifest(text: str) -> None:
@@ -111,6 +88,22 @@ def _check_manifest(text: str) -> None:
 def _check_weights(text: str) -> None:
     if text not in _WEIGHTS:
         check_weights_file(Path(text))
+
+
+def _check_lpips_weights(text: str) -> None:
+    if not Path(text).exists():
+        raise PrivlabError(
+            f"No backbone of LPIPS: found no file {text}. Give the file, or the folder that holds it, with "
+            "--lpips-weights PATH."
+        )
+
+
+def _check_embedding(text: str) -> None:
+    name, _, file = text.removeprefix("timm:").partition("@")
+    if not (text.startswith("timm:") and name and file):
+        raise PrivlabError(f"--embedding must be timm:NAME@FILE, a timm model and its weights. Found '{text}'.")
+    if not Path(file).is_file():
+        raise PrivlabError(f"--embedding must be timm:NAME@FILE, with a file that is there. Found no file '{file}'.")
 
 
 def _check_sent(text: str) -> None:
@@ -127,6 +120,14 @@ def _parts() -> list[str]:
     return [*defenses(), *attacks(), *metric_names()]
 
 
+def _named(kind: str, separators: str = "") -> Checked:
+    """Return the type of an option with a name of a kind, or with several of them with separators between."""
+    names = partial(several, separators=separators) if separators else lambda text: [text]
+    return Checked(lambda text: check_names(kind, names(text)), lambda: known_names(kind), separators)
+
+
+PATH, POSITIVE, FROM_ZERO = click.Path(path_type=Path), click.IntRange(min=1), click.IntRange(min=0)
+
 _WEIGHTS = ("auto", "pretrained", "random")
 
 VICTIM = Checked(check_victim_name, victim_names)
@@ -134,14 +135,16 @@ VICTIMS = Checked(_each(check_victim_name), victim_names, ",")
 CLASSIFIER = Checked(check_classifier_name, classifier_names)
 CLASSIFIERS = Checked(_each(check_classifier_name), classifier_names, ",")
 WEIGHTS = Checked(_check_weights, lambda: _WEIGHTS)
-SETTINGS = Checked(lambda text: check_names("setting", several(text)), lambda: known_names("setting"), ",")
-ATTACKS = Checked(lambda text: check_names("attack", several(text)), lambda: known_names("attack"), ",")
-CLIENT = Checked(lambda text: check_names("client", [text]), lambda: known_names("client"))
-EFFORT = Checked(lambda text: check_names("effort", [text]), lambda: known_names("effort"))
-METRICS = Checked(lambda text: check_names("metric", several(text)), lambda: known_names("metric"), ",")
-DEFENSES = Checked(lambda text: check_names("defense", several(text, ",+")), lambda: known_names("defense"), "+,")
+ATTACKS, METRICS, SETTINGS = (_named(kind, ",") for kind in ("attack", "metric", "setting"))
+BLOCK, CLIENT, EFFORT, GEOMETRY, MASKED_PE, REASSEMBLY, RELEASE = map(
+    _named, ("block", "client", "effort", "geometry", "masked_pe", "reassembly", "release")
+)
+DEFENSES = _named("defense", "+,")
 STACK = Checked(_check_sent, defenses, "+")
 PART = Checked(_check_part, _parts)
 EXPERIMENT = Checked(lambda text: read_text(find_experiment(text), "experiment"), experiment_names)
 EXPLAINED = Checked(check_explained, known)
+DEVICE = Checked(check_device, lambda: ("auto", "cpu", "cuda"))
+NORMALISATION = Checked(check_normalisation, lambda: NORMALISATIONS)
+LPIPS_WEIGHTS, EMBEDDING = Checked(_check_lpips_weights), Checked(_check_embedding)
 IMAGES, LABELS, MANIFEST_FILE = Checked(_check_source), Checked(_check_labels), Checked(_check_manifest)

@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,42 +10,28 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from privlab.base import PrivlabError
-from privlab.cli.common import Commands, common, err, plain, print_json, print_rows, print_table
-from privlab.cli.names import CLASSIFIERS, IMAGES
+from privlab.base import PrivlabError, plain_data
+from privlab.cli import common as shared
+from privlab.cli.names import CLASSIFIERS, IMAGES, PATH, POSITIVE
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["figures", "identify", "report", "store", "warned"]
-
-_DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+_DIRECTORY = click.argument("directory", type=PATH)
 _SUFFIXES = (".csv", ".parquet", ".json")
 _FORMATS = ("pdf", "svg", "png")
+_PICTURES = ("case", "attack", "images", "PSNR, median")
+"""The first columns of both tables of `identify`, which `_start` fills."""
 
 
-@contextmanager
-def warned() -> Iterator[None]:
-    """Print each of privlab's warnings within the context on one line, even if the context raises."""
-    from privlab.base import collect_warnings
-
-    messages: list[str] = []
-    try:
-        with collect_warnings(messages):
-            yield
-    finally:
-        for message in messages:
-            err.print(f"Warning: {message}", style="yellow", markup=False)
-
-
-@click.group(cls=Commands)
+@click.group(cls=shared.Commands)
 def store() -> None:
     """Look into a directory of records, export it, merge several, and add what was measured elsewhere."""
 
 
 @store.command()
 @_DIRECTORY
-@common
+@shared.common
 def check(directory: Path, as_json: bool) -> int:
     """Read every part; what is torn or foreign is set aside, and contradictions are reported."""
     from privlab.base import collect_warnings
@@ -56,10 +40,9 @@ def check(directory: Path, as_json: bool) -> int:
     messages: list[str] = []
     with collect_warnings(messages):
         found = checked(directory)
-    for message in messages:
-        err.print(f"Warning: {message}", style="yellow", markup=False)
+    shared.print_warnings(messages)
     if as_json:
-        print_json(asdict(found) | {"warnings": messages})
+        shared.print_json(asdict(found) | {"warnings": messages})
     else:
         click.echo(
             f"{found.records} records ({found.failed} failed) in {found.parts} parts of {found.rows} rows; "
@@ -74,13 +57,13 @@ def check(directory: Path, as_json: bool) -> int:
 
 @store.command()
 @_DIRECTORY
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Rows to show.")
-@common
+@click.option("--limit", type=POSITIVE, default=20, help="Rows to show.")
+@shared.common
 def show(directory: Path, limit: int, as_json: bool) -> None:
     """Show records: what was run on which image, and how it scored."""
     from privlab.stores import case_labels, existing
 
-    with warned():
+    with shared.warned():
         frame = existing(directory).frame()
     columns = ["victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"]
     if labels := case_labels(directory):
@@ -90,22 +73,23 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
     rows = frame[columns].head(limit).to_dict("records")
     if not rows:
         raise PrivlabError(f"'{directory}' holds no records yet.")
-    told = plain if as_json else _four_digits
-    print_rows([{str(name): told(value) for name, value in row.items()} for row in rows], as_json)
+    shown = [{str(name): _four_digits(value, as_json) for name, value in row.items()} for row in rows]
+    shared.print_rows(shown, as_json)
     if len(frame) > limit:
-        err.print(f"{len(frame) - limit} more; --limit shows them, `privlab store export` writes all.", markup=False)
+        more = f"{len(frame) - limit} more; --limit shows them, `privlab store export` writes all."
+        shared.err.print(more, markup=False)
 
 
-def _four_digits(value: object) -> object:
-    if isinstance(value, float):
+def _four_digits(value: object, whole: bool) -> object:
+    if isinstance(value, float) and not whole:
         return "n/a" if math.isnan(value) else f"{value:.4g}"
     return value
 
 
 @store.command()
 @_DIRECTORY
-@click.argument("file", type=click.Path(path_type=Path))
-@common
+@click.argument("file", type=PATH)
+@shared.common
 def export(directory: Path, file: Path, as_json: bool) -> None:
     """Write all records, each once, into one FILE: .csv, .parquet or .json (one object a line)."""
     from privlab.base import write_whole
@@ -115,7 +99,7 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
         raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")
     if not file.absolute().parent.is_dir():
         raise PrivlabError(f"There is no folder '{file.parent}'. Give FILE in a folder that is there.")
-    with warned():
+    with shared.warned():
         frame = existing(directory).frame()
     writers = {
         ".csv": lambda path: frame.to_csv(path, index=False),
@@ -124,7 +108,7 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
     }
     write_whole(file, writers[file.suffix])
     if as_json:
-        print_json({"file": str(file), "records": len(frame)})
+        shared.print_json({"file": str(file), "records": len(frame)})
     else:
         click.echo(f"{len(frame)} records: {file}")
 
@@ -132,25 +116,23 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
 def _json_lines(frame: "DataFrame") -> str:
     """Return the records as JSON, one object per line, with every number in full precision."""
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    return "".join(
-        json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) + "\n" for row in rows
-    )
+    return "".join(json.dumps(plain_data(row), ensure_ascii=False) + "\n" for row in rows)
 
 
 @store.command()
-@click.argument("target", type=click.Path(path_type=Path))
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
-@common
+@click.argument("target", type=PATH)
+@click.argument("sources", nargs=-1, required=True, type=PATH)
+@shared.common
 def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
     """Copy what SOURCES hold into TARGET; nothing is replaced, contradictions are reported."""
     from privlab.stores import check as checked
     from privlab.stores import merge as merged
 
-    with warned():
+    with shared.warned():
         conflicts = merged(target, sources)
         found = checked(target)
     if as_json:
-        print_json({"records": found.records, "conflicts": [asdict(conflict) for conflict in conflicts]})
+        shared.print_json({"records": found.records, "conflicts": [asdict(conflict) for conflict in conflicts]})
     else:
         click.echo(f"{found.records} records: {target}")
         for conflict in conflicts:
@@ -160,38 +142,38 @@ def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
 
 @store.command("add-external")
 @_DIRECTORY
-@click.argument("file", type=click.Path(path_type=Path))
-@common
+@click.argument("file", type=PATH)
+@shared.common
 def add_external(directory: Path, file: Path, as_json: bool) -> None:
     """Take results measured elsewhere from a TOML FILE: numbers with a reference, or a folder of reconstructions."""
     from privlab.grids import add_external as add
 
     count = add(directory, file)
     if as_json:
-        print_json({"records": count})
+        shared.print_json({"records": count})
     else:
         click.echo(f"{count} external records: {directory}")
 
 
 @click.command()
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The HTML file.  [default: DIRECTORY/report.html]")
-@common
+@click.argument("directory", type=PATH)
+@click.option("--out", type=PATH, help="The HTML file.  [default: DIRECTORY/report.html]")
+@shared.common
 def report(directory: Path, out: Path | None, as_json: bool) -> None:
     """Write one self-contained HTML page on the run in DIRECTORY."""
     from privlab.report.page import write_page
     from privlab.report.tables import load_results
 
-    with warned():
+    with shared.warned():
         path = write_page(load_results(directory), out or directory / "report.html")
-    _say([path], as_json)
+    shared.print_paths([path], as_json)
 
 
 @click.command()
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the figures.  [default: DIRECTORY/figures]")
-@click.option("--format", "formats", default="pdf,svg", show_default=True, help="pdf, svg or png, with commas.")
-@common
+@click.argument("directory", type=PATH)
+@click.option("--out", type=PATH, help="Folder of the figures.  [default: DIRECTORY/figures]")
+@click.option("--format", "formats", default="pdf,svg", help="pdf, svg or png, with commas.")
+@shared.common
 def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> None:
     """Draw the figures that the experiment of the run in DIRECTORY asks for."""
     from privlab.report.figures import write_figures
@@ -200,37 +182,35 @@ def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> N
     wanted = formats.split(",")
     if unknown := [name for name in wanted if name not in _FORMATS]:
         raise PrivlabError(f"--format must be {', '.join(_FORMATS)}. Found '{unknown[0]}'.")
-    with warned():
+    with shared.warned():
         paths = write_figures(load_results(directory), out or directory / "figures", wanted)
     if not paths:
-        err.print("The run asks for no figures: [[figure]] of an experiment does.", markup=False)
-    _say(paths, as_json)
+        shared.err.print("The run asks for no figures: [[figure]] of an experiment does.", markup=False)
+    shared.print_paths(paths, as_json)
 
 
 @click.command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=PATH)
 @click.option("--candidates", type=IMAGES, help="Images that hold the private ones: a folder, a data set.")
 @click.option("--split", help="Of the candidates.")
 @click.option(
     "--by",
     type=click.Choice(["image", "class"]),
     default="image",
-    show_default=True,
     help="Find the private image, or its class (a person's folder) by the other images of it.",
 )
 @click.option(
     "--compare",
     type=click.Choice(["pictures", "releases"]),
     default="pictures",
-    show_default=True,
     help="Pictures that the run kept, or gradients and updates, made again, with those of candidates.",
 )
 @click.option("--among", metavar="N,…", help="Numbers of candidates.  [default: 10, 100 and all]")
 @click.option("--embedding", metavar="timm:NAME@FILE", help="A network whose features are compared too.")
 @click.option("--classifier", type=CLASSIFIERS, help="Another network than the attacked one, to say the class.")
-@click.option("--weights", default="auto", show_default=True, help="Of --classifier.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@common
+@click.option("--weights", default="auto", help="Of --classifier.")
+@shared.device_option
+@shared.common
 def identify(
     directory: Path,
     candidates: str | None,
@@ -246,11 +226,11 @@ def identify(
 ) -> None:
     """Say whether pictures or releases of the run in DIRECTORY still show whose image it was, and its class."""
     from privlab.base import pick_device, read_numbers
+    from privlab.experiments.training.classifiers import classifier as classifier_of
     from privlab.images import open_images
     from privlab.metrics import load_embedding
     from privlab.report.identity import Question, identity_of
     from privlab.report.tables import load_results
-    from privlab.victims import classifier as classifier_of
 
     numbers = () if among is None else read_numbers("--among", among)
     if wrong := [number for number in numbers if number != int(number)]:
@@ -258,7 +238,7 @@ def identify(
     if compare == "releases" and (embedding or classifier):
         raise PrivlabError("--embedding and --classifier look at pictures. Leave them out, or --compare releases.")
     picked = pick_device(device)
-    with warned():
+    with shared.warned():
         question = Question(
             candidates=None if candidates is None else open_images(candidates, split=split),
             people=by == "class",
@@ -270,31 +250,19 @@ def identify(
         )
         rows = identity_of(load_results(directory), question)
     if as_json:
-        print_json({what: [{name: plain(v) for name, v in row.items()} for row in of] for what, of in rows.items()})
+        shared.print_json(rows)
         return
     if rows["identity"]:
-        columns = (
-            "case",
-            "attack",
-            "images",
-            "PSNR, median",
-            "features",
-            "n",
-            "rank 1 %",
-            "95 %",
-            "1/rank",
-            "chance %",
-        )
-        table = Table(*columns, header_style="bold")
+        table = Table(*_PICTURES, "features", "n", "rank 1 %", "95 %", "1/rank", "chance %", header_style="bold")
         for row in rows["identity"]:
             rank = (f"{100 * row['rank_1']:.2f}", _between(row), f"{row['reciprocal_rank']:.3f}")
             table.add_row(*_start(row), row["features"], str(row["n"]), *rank, f"{100 * row['chance']:.2f}")
-        print_table(table)
+        shared.print_table(table)
     if rows["class"]:
-        table = Table("case", "attack", "images", "PSNR, median", "same class %", "95 %", header_style="bold")
+        table = Table(*_PICTURES, "same class %", "95 %", header_style="bold")
         for row in rows["class"]:
             table.add_row(*_start(row), f"{100 * row['agreement']:.1f}", _between(row))
-        print_table(table)
+        shared.print_table(table)
 
 
 def _start(row: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -304,11 +272,3 @@ def _start(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 def _between(row: dict[str, Any]) -> str:
     return f"{100 * row['low']:.1f} to {100 * row['high']:.1f}"
-
-
-def _say(paths: list[Path], as_json: bool) -> None:
-    if as_json:
-        print_json([str(path) for path in paths])
-        return
-    for path in paths:
-        click.echo(path)

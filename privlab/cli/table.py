@@ -7,33 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from privlab.base import PrivlabError
-from privlab.cli.common import (
-    EVERY,
-    MANIFEST,
-    OFFSET,
-    command_line,
-    common,
-    err,
-    fits,
-    interruptible,
-    kept,
-    print_json,
-    print_on_trained,
-    print_table,
-    table_on_trained,
-)
-from privlab.cli.live import engine_options, run_display
-from privlab.cli.names import EFFORT, EXPERIMENT, IMAGES, MANIFEST_FILE, WEIGHTS
-from privlab.cli.store import warned
+from privlab.cli import common as shared
+from privlab.cli.live import ENGINE_OPTIONS, engine_options, run_display
+from privlab.cli.names import EFFORT, EXPERIMENT, FROM_ZERO, IMAGES, PATH, WEIGHTS
 
 if TYPE_CHECKING:
     from privlab.grids import Grid, Options, Task
     from privlab.report.tables import Results
-
-__all__ = ["table"]
 
 FORMATS = ("latex", "csv", "markdown", "json")
 
@@ -48,25 +31,22 @@ FORMATS = ("latex", "csv", "markdown", "json")
 @click.option(
     "--images", type=IMAGES, multiple=True, help="Instead of the experiment's: samples, a folder, files, a data set."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns.")
-@click.option("--every", type=click.IntRange(min=1), help=EVERY)
-@click.option("--offset", type=click.IntRange(min=0), help=OFFSET)
-@click.option("--manifest", type=MANIFEST_FILE, metavar="FILE.csv", help=MANIFEST)
+@shared.choice_options
 @click.option("--effort", type=EFFORT, help="Instead of the experiment's: quick, standard or full.")
 @click.option("--weights", type=WEIGHTS, help="Instead of the experiment's: auto, pretrained, random, or a file.")
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Override the file; repeat it.")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory of the run.  [default: runs/NAME]")
+@click.option("--out", type=PATH, help="Directory of the run.  [default: runs/NAME]")
 @engine_options("Processes.", 1)
-@click.option("--shard", default="1/1", show_default=True, metavar="I/N", help="Run one of N shares of the images.")
-@click.option("--chunk", type=int, default=16, show_default=True, help="Images of a task.")
-@click.option("--pictures", type=click.IntRange(min=0), default=100, show_default=True, help="Keep PNGs of N images.")
+@click.option("--shard", default="1/1", metavar="I/N", help="Run one of N shares of the images.")
+@click.option("--chunk", type=int, default=16, help="Images of a task.")
+@click.option("--pictures", type=FROM_ZERO, default=100, help="Keep PNGs of N images.")
 @click.option("--keep", type=click.Choice(["reconstructions"]), help="Keep what later metrics are scored from.")
 @click.option("--retry-failed", is_flag=True, help="Try images again that failed.")
-@click.option("--compare", type=click.Path(path_type=Path), help="Say what moved against another run.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--compare", type=PATH, help="Say what moved against another run.")
+@shared.device_option
 @click.option("--batch-size", type=int, help="Images at a time.  [default: 8 on a CPU, 64 on a GPU]")
-@common
+@shared.common
 def table(
     experiment: str,
     plan: bool,
@@ -93,37 +73,37 @@ def table(
     parsed = read_experiment(file, overrides, images=list(images) or None, **named)
     path, how = out or Path("runs", parsed.name), _options(options)
     if plan:
-        with warned():
+        with shared.warned():
             _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
         return 0
     from privlab.report.tables import load_results  # a plan does not need it, and its imports take seconds
     from privlab.stores import RunDirectory
 
-    with warned():
+    with shared.warned():
         other = None if compare is None else load_results(compare)
         if other is not None and "unscored" in other.facts:
             raise PrivlabError(f"--compare needs a run with scores. '{compare}' is an audit without a private image.")
         grid, tasks = prepare(parsed, path, how)
     run = RunDirectory.create(path, resume=True)
-    command = command_line(click.get_current_context())
-    with interruptible(lambda: kept(path)), run_display(quiet=options["quiet"]) as shown:
+    command = shared.command_line(click.get_current_context())
+    with shared.interruptible(lambda: shared.kept(path)), run_display(quiet=options["quiet"]) as shown:
         messages = fill(
             *(grid, tasks, run, how),
             command=command,
-            say=lambda line: err.print(line, markup=False),
+            say=lambda line: shared.err.print(line, markup=False),
             warn=shown.warn,
             progress=shown.progress,
         )
     for message in messages:
         shown.warn(message)
-    with warned():
+    with shared.warned():
         results = load_results(path)
     form = "json" if as_json else format_
     status = _print_results(results, form, standalone, all_attacks, other)
     untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
     if len(untrained) and all(job.spec.weights == "auto" for job in grid.jobs):
         settings = (job.setting for job in grid.jobs)
-        print_on_trained(table_on_trained(experiment, untrained, settings), machine=form is not None)
+        shared.print_on_trained(shared.table_on_trained(experiment, untrained, settings), machine=form is not None)
     return status
 
 
@@ -133,29 +113,22 @@ def _options(given: dict[str, Any]) -> "Options":
     number, slash, count = given["shard"].partition("/")
     if not (slash and number.isdecimal() and count.isdecimal()):
         raise PrivlabError(f"--shard must be I/N, such as 1/4. Found '{given['shard']}'.")
-    return Options(
-        engine=Engine(given["engine"], given["workers"], given["ray_address"], given["task_cpus"], given["task_gpus"]),
-        device=given["device"],
-        batch_size=given["batch_size"],
-        chunk=given["chunk"],
-        pictures=given["pictures"],
-        keep=given["keep"] is not None,
-        share=Share(int(number), int(count)),
-        retry_failed=given["retry_failed"],
-    )
+    engine = Engine(*(given[name] for name in ENGINE_OPTIONS))
+    as_given = {name: given[name] for name in ("device", "batch_size", "chunk", "pictures", "retry_failed")}
+    return Options(engine=engine, keep=given["keep"] is not None, share=Share(int(number), int(count)), **as_given)
 
 
 def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure: bool) -> None:
     """Print each case with its cells and the images done; with `measure`, run one image of each kind for the costs."""
     from privlab.grids import costs
 
-    with err.status("measuring one image of each kind" if measure else "planning"):
+    with shared.err.status("measuring one image of each kind" if measure else "planning"):
         rows = costs(grid, tasks, measure=measure)
     seconds = sum(row["seconds"] or 0 for row in rows) if measure else None
     if as_json:
-        print_json({"cases": rows, "tasks": len(tasks), "seconds": seconds})
+        shared.print_json({"cases": rows, "tasks": len(tasks), "seconds": seconds})
         return
-    shown = Table(header_style="bold")
+    shown = RichTable(header_style="bold")
     for column in ("case", "attacks", "cannot run", "images", "done", *["cost"] * measure):
         shown.add_column(column, justify="right" if column in ("images", "done", "cost") else "left")
     for row in rows:
@@ -165,7 +138,7 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure:
             *(escape(label), ", ".join(row["attacks"]), ", ".join(row["refused"])),
             *(str(row["images"]), str(row["done"]), *cost),
         )
-    print_table(shown)
+    shared.print_table(shown)
     if seconds is None:
         click.echo(f"{len(tasks)} tasks; --measure runs one image of each kind, and says what they cost")
         return
@@ -179,41 +152,39 @@ def _print_results(
     from privlab.report.page import lead_text
     from privlab.report.tables import (
         Caption,
+        Facts,
+        Table,
+        apart,
         apart_lines,
-        apart_of,
         flag_lines,
-        flags_of,
         headline,
-        lead_metric,
-        power_of,
+        red_flags,
         render,
         scope,
     )
+    from privlab.report.tables.case_verdicts import verdicts_of
     from privlab.report.tables.compare import compare as against
     from privlab.report.tables.formats import to_rich
-    from privlab.report.tables.leakage import leakage
 
-    rows, caption = leakage(results), Caption.of(results)
-    lead = lead_text(results, rows, lead_metric(results.layout.columns))
-    below = (*apart_lines(apart_of(results)), *flag_lines(flags_of(results)))
+    caption, facts = Caption.of(results), Facts.of(results)
+    below = (*apart_lines(apart(results)), *flag_lines(red_flags(facts)))
     caption = replace(
         caption,
-        verdicts={verdict.case: str(verdict) for verdict in power_of(results)},
-        remarks=(*caption.remarks, *lead, scope(results.records), *below),
+        verdicts={verdict.case: str(verdict) for verdict in verdicts_of(facts)},
+        remarks=(*caption.remarks, *lead_text(results), scope(results.records), *below),
     )
-    shown = rows if all_attacks else headline(rows)
+    table = Table(results.rows if all_attacks else headline(results.rows), results.layout, caption)
     if format_ is not None:
-        click.echo(render(format_, shown, results.layout, caption, standalone=standalone), nl=False)
+        click.echo(render(format_, table, standalone=standalone), nl=False)
     elif not (results.records.status == "ok").any():
         click.echo(f"Nothing could be scored. run: {results.path}")
     else:
-        wide = to_rich(shown, results.layout, caption, stacked=all_attacks)
-        print_table(wide if fits(wide) else to_rich(shown, results.layout, caption, stacked=True))
+        wide = to_rich(table, stacked=all_attacks)
+        shared.print_table(wide if shared.fits(wide) else to_rich(table, stacked=True))
         click.echo(f"run: {results.path}")
     if other is not None:
         for moved in against(other, results) or ["No cell moved by more than its interval."]:
             click.echo(str(moved), err=True)
     failed = results.records.loc[results.records.status != "ok", ["image", "reason"]].drop_duplicates()
-    for image, reason in failed.itertuples(index=False):
-        err.print(f"Failed: {image}: {reason}", style="red", markup=False)
+    shared.print_failed(failed.itertuples(index=False, name=None))
     return 2 if len(failed) else 0

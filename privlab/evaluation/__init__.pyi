@@ -31,10 +31,11 @@ from .records import Rows as Rows
 from .records import cell_key as cell_key
 from .records import check_geometry as check_geometry
 from .records import exact_db as exact_db
-from .records import to_frame as to_frame
 from .scoring import UNDEFINED as UNDEFINED
 from .scoring import Scorer as Scorer
 from .scoring import known_slots as known_slots
+from .scoring import score_images as score_images
+from .setup import learned_metric as learned_metric
 from .setup import learned_metrics as learned_metrics
 from .setup import public_images as public_images
 from .setup import source_of as source_of

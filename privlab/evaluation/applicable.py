@@ -1,13 +1,13 @@
 """Which attacks run on a victim, on which block of it, and why the others cannot."""
 
-import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, PrivlabWarning, first
+from privlab.base import PrivlabError, first, warn
 from privlab.evaluation.specification import Specification, attack_of, default_attacks, defense_of
 from privlab.release import (
+    AnyDefense,
     effects_of,
     feature_capabilities,
     gradient_capabilities,
@@ -22,19 +22,14 @@ from privlab.threat import (
     AttackClass,
     Capability,
     Client,
-    Defense,
     Effects,
     FeatureAttack,
-    FeatureDefense,
-    GradientDefense,
     Stack,
     attack_declarations,
     check_capabilities,
     defense_declarations,
 )
 from privlab.victims import Victim, check_classifies
-
-__all__ = ["AttackGroup", "applicable", "plan", "stands_in", "unread"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,29 +42,35 @@ class AttackGroup:
     @property
     def parameters(self) -> list[str]:
         """Return the names of the gradients that the attacks read; "*" stands for all that are released."""
-        names = [name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters]
+        attacks = [attack for attack in self.attacks if isinstance(attack, Attack)]
+        names = [name for attack in attacks for name in attack.parameters]
         released = released_parameters(self.victim.model)
         if "*" in names:
             return sorted(released)
-        more = (name for attack in self.attacks for name in attack_declarations(attack).if_released if name in released)
-        return list(dict.fromkeys((*names, *more)))
+        names += [n for attack in attacks for n in attack_declarations(attack).if_released if n in released]
+        return list(dict.fromkeys(names))
 
 
 def plan(spec: Specification, base: Victim) -> list[AttackGroup]:
     """Return the attacks of one victim in groups; --block auto is the stock block where attacks can run, else April's.
 
+    That no attack reads what a client releases is a result, and no evidence of privacy: there are no groups then.
+
     Raises:
-        PrivlabError: if an attack that was asked for lacks a capability on each allowed block, or no attack is left.
+        PrivlabError: if an attack that was asked for lacks a capability on each allowed block.
 
     Warns:
         PrivlabWarning: for each attack that was not asked for by name and cannot run.
     """
     groups, refused = applicable(spec, base)
     refusals = [f"{base.name}: {refusal}" for refusal in refused.values()]
-    if refusals and (spec.attacks is not None or not groups):
-        raise PrivlabError(refusals[0] if spec.attacks is not None else f"{base.name}: {_none_runs(refused)}")
+    if refusals and spec.attacks is not None:
+        raise PrivlabError(refusals[0])
+    if refusals and not groups:
+        warn(f"{base.name}: no evidence: {_none_runs(refused)}")
+        return groups
     for refusal in refusals:
-        warnings.warn(f"Left out. {refusal}", PrivlabWarning, stacklevel=2)
+        warn(f"Left out. {refusal}")
     return groups
 
 
@@ -129,10 +130,7 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
 
 
 def _candidates(spec: Specification, effects: Effects, mixes: bool) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or else those of this release, client, defense and effort.
-
-    `effects` are those of the defense, and `mixes` is whether it mixes images.
-    """
+    """Return the attacks that are named, or else those of this release, client, defense (its effects) and effort."""
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
     return {
@@ -185,26 +183,37 @@ def _home(
     attack: Attack | FeatureAttack,
     spec: Specification,
     base: Victim,
-    defense: Sequence[Defense | FeatureDefense | GradientDefense],
+    defense: Sequence[AnyDefense],
     groups: dict[str, AttackGroup],
 ) -> Victim:
     """Return the first allowed block variant on which an attack may run; a variant that `groups` has is used again."""
+    client = spec.local_training
     if spec.features_released:
         check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense, spec.cut_layer))
         return base
-    if (reason := unread(attack, spec.local_training, filtered=spec.defends_gradients)) is not None:
+    if (reason := unread(attack, client, filtered=spec.defends_gradients)) is not None:
         raise PrivlabError(reason)
+    names = {*attack_declarations(attack).parameters} - {"*"}
+    if client is not None and (left := sorted(name for name in names if not client.chooses(name))):
+        raise PrivlabError(
+            f"Attack '{attack.name}' needs {first(left, 3)}, which this client did not train (client.trains="
+            f"{client.trains}). That it does not run is no evidence of privacy."
+        )
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
     force = spec.force and spec.block != "auto"
     refusal: PrivlabError | None = None
     anywhere: frozenset[Capability] = frozenset()
     for block in blocks:
         try:
-            variant = groups[block].victim if block in groups else _served(base.with_block(block), spec.local_training)
-            grants = _grants(variant, spec, defense)
+            variant = groups[block].victim if block in groups else base.with_block(block)
+            if client is None:
+                grants = gradient_capabilities(variant.model, defense, spec.gradient_batch, public=spec.public_limit)
+            else:
+                variant = variant if block in groups else replace(variant, model=served(variant.model, client))
+                grants = update_capabilities(variant.model, client, defense)
             anywhere |= grants
             check_capabilities(attack, grants, force=force, because=_because(base, spec))
-            _check_released(attack, variant, spec.local_training, defense)
+            _check_released(attack, variant, client, defense)
         except PrivlabError as error:
             refusal = error
         else:
@@ -215,38 +224,22 @@ def _home(
     raise refusal
 
 
-def _served(victim: Victim, client: Client | None) -> Victim:
-    """Return the victim with the model that the server sends to its clients."""
-    return victim if client is None else replace(victim, model=served(victim.model, client))
-
-
-def _grants(
-    victim: Victim, spec: Specification, defense: Sequence[Defense | FeatureDefense | GradientDefense]
-) -> frozenset[Capability]:
-    """Return what released gradients, or the update of a client, grant on a block variant of a victim."""
-    if spec.local_training is not None:
-        return update_capabilities(victim.model, spec.local_training, defense)
-    return gradient_capabilities(victim.model, defense, spec.gradient_batch, public=spec.public_limit)
-
-
 def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
-    """Return why a capability is not granted, where its own text does not tell."""
-    if (client := spec.local_training) is None or client.released_images == 1:
-        return obstacles(base.model)
-    several = [f"client.{name}" for name in ("clients", "images") if getattr(client, name) > 1]
-    of = " and ".join(f"{name}={getattr(client, name.partition('.')[2])}" for name in several)
-    told = f"each update is of {of}, which this attack does not separate. That is no evidence of privacy"
-    worst = " and ".join(f"{name}=1" for name in several)
-    return obstacles(base.model) | {
-        Capability.BATCH_SIZE_ONE: f"{told}: {worst} {'are' if len(several) > 1 else 'is'} the worst case"
-    }
+    """Return why a capability is not granted, where its own text does not say."""
+    found, client = obstacles(base.model), spec.local_training
+    if client is not None and client.released_images > 1:
+        several = [name for name in ("clients", "images") if getattr(client, name) > 1]
+        of = " and ".join(f"client.{name}={getattr(client, name)}" for name in several)
+        worst = " and ".join(f"client.{name}=1" for name in several)
+        found[Capability.BATCH_SIZE_ONE] = (
+            f"each update is of {of}, which this attack does not separate. That is no evidence of privacy: {worst} "
+            f"{'are' if len(several) > 1 else 'is'} the worst case"
+        )
+    return found
 
 
 def _check_released(
-    attack: Attack | FeatureAttack,
-    victim: Victim,
-    client: Client | None,
-    defense: Sequence[Defense | FeatureDefense | GradientDefense],
+    attack: Attack | FeatureAttack, victim: Victim, client: Client | None, defense: Sequence[AnyDefense]
 ) -> None:
     """Refuse an attack that reads a parameter that the model freezes, the client does not train or a filter withholds.
 

@@ -1,7 +1,6 @@
 """What the clients of one batch feed and send in one setting, and what a reconstruction is compared with."""
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,13 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabWarning, draw_for, full_precision
+from privlab.base import draw_for, full_precision, warn
 from privlab.evaluation.records import Record
 from privlab.images import Chunk, NamedImage, Preprocessing, apart_from, common
 from privlab.threat import FeatureObservation, Feed, Observation, Sent
 from privlab.victims import VictimModel
-
-__all__ = ["Batch", "Seen", "Trial", "attacked_together", "batch_key", "labelled", "taken"]
 
 Seen = Observation | FeatureObservation
 
@@ -29,12 +26,13 @@ def batch_key(sha256: Iterable[str]) -> str:
 class Batch:
     """The usable images of a chunk, on the model's device, with their labels, which `named` state too.
 
+    With multi-label targets, `labels` holds a 1 for each class of an image and 0 for the others.
     `key` names all images of the chunk, unreadable ones included, since what a client draws depends on its whole batch.
     """
 
     named: Sequence[NamedImage]
     images: Float[Tensor, "b c h w"]
-    labels: Int[Tensor, " b"]
+    labels: Int[Tensor, " b"] | Float[Tensor, "b y"]
     key: str
 
     @property
@@ -66,7 +64,7 @@ class Batch:
             return 1
         if (b := len(self.named)) < together:
             told = "fewer were left or could be used, and the fewer, the easier (`batch_images` says which)"
-            warnings.warn(f"A gradient of {b} instead of {together} images: {told}.", PrivlabWarning, stacklevel=2)
+            warn(f"A gradient of {b} instead of {together} images: {told}.")
         return b
 
     def release_draws(self, seed: int, draw: int, images_per_release: int) -> list[Generator]:
@@ -88,6 +86,14 @@ class Batch:
 def taken(seen: Observation, releases: Sequence[int]) -> Observation:
     """Return the observation of some of the releases."""
     return replace(seen, gradients={name: g[releases] for name, g in seen.gradients.items()})
+
+
+def each_release(rows: list[int], seen: Seen) -> list[tuple[list[int], Seen]]:
+    """Return a group of `attacked_together` as groups of one release each; features are one release."""
+    if not isinstance(seen, Observation):
+        return [(rows, seen)]
+    B = seen.images_per_release
+    return [(rows[i : i + B], taken(seen, [i // B])) for i in range(0, len(rows), B)]
 
 
 def attacked_together(
@@ -124,36 +130,57 @@ def attacked_together(
     ]
 
 
-def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[NamedImage]]:
+def labelled(
+    chunk: Chunk, model: VictimModel, *, predicted: bool, multi_label: bool = False
+) -> tuple[Batch, list[NamedImage]]:
     """Return the usable images of a chunk, on the model's device and with labels, and those that cannot be used.
 
-    The second are the images that could not be read, and those whose label is not below the model's number of classes.
+    The second are the images that could not be read, those whose label is not below the model's number of classes, and
+    those with multi-label targets where the loss does not take these.
     A model without classifier reads no label: the numbers in the batch stand for none.
 
     Args:
         chunk: images as the victim's preprocessing gives them, and those that could not be read.
         model: the victim's model; its own prediction is the label of an image that has none.
         predicted: whether the prediction replaces every label.
+        multi_label: whether the client's loss takes any number of classes for an image.
     """
-    classes = model.vit.num_classes
+    classes, images, named = model.vit.num_classes, chunk.images.to(model.mean), list(chunk.named)
+    key = batch_key(image.sha256 for image in (*chunk.named, *chunk.failed))
     if not classes:
-        labels = torch.zeros(len(chunk.images), dtype=torch.long, device=model.mean.device)
-        key = batch_key(image.sha256 for image in (*chunk.named, *chunk.failed))
-        return Batch(list(chunk.named), chunk.images.to(model.mean), labels, key), list(chunk.failed)
-    images, named = chunk.images.to(model.mean), list(chunk.named)
-    if predicted or any(image.label is None for image in named):
+        labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+        return Batch(named, images, labels, key), list(chunk.failed)
+    lacking = [i for i, p in enumerate(named) if predicted or (p.label is None and p.targets is None)]
+    if lacking:
         with torch.no_grad(), full_precision():
             found = model(images).argmax(1).tolist()
-        named = [
-            replace(image, label=label, label_origin="predicted") if predicted or image.label is None else image
-            for image, label in zip(named, found, strict=True)
-        ]
-    about = f"is out of range: the victim has {classes} classes (0 to {classes - 1})."
-    fine = [i for i, image in enumerate(named) if (image.label or 0) < classes]
-    wrong = [replace(p, problem=f"Label {p.label} {about}") for p in named if (p.label or 0) >= classes]
-    labels = torch.tensor([image.label for image in named], dtype=torch.long, device=images.device)
-    key = batch_key(image.sha256 for image in (*chunk.named, *chunk.failed))
-    return Batch(named, images, labels, key).take(fine), [*chunk.failed, *wrong]
+        for i in lacking:
+            named[i] = replace(named[i], label=found[i], targets=None, label_origin="predicted")
+    named = [replace(image, problem=_problem_of_label(image, classes, multi_label=multi_label)) for image in named]
+    fine = [i for i, image in enumerate(named) if image.problem is None]
+    usable, wrong = [named[i] for i in fine], [image for image in named if image.problem is not None]
+    return Batch(usable, images[fine], _labels_of(usable, classes).to(images.device), key), [*chunk.failed, *wrong]
+
+
+def _problem_of_label(image: NamedImage, classes: int, *, multi_label: bool) -> str | None:
+    if image.targets is not None and not multi_label:
+        return (
+            f"Its label is a list of classes, {list(image.targets)}, which needs a loss for each class: give a client "
+            "with client.loss=binary, or --labels predicted."
+        )
+    largest = max(image.targets or (), default=image.label or 0)
+    if largest >= classes:
+        return f"Label {largest} is out of range: the victim has {classes} classes (0 to {classes - 1})."
+    return None
+
+
+def _labels_of(named: Sequence[NamedImage], classes: int) -> Int[Tensor, " b"] | Float[Tensor, "b y"]:
+    if all(image.targets is None for image in named):
+        return torch.tensor([image.label for image in named], dtype=torch.long)
+    labels = torch.zeros(len(named), classes)
+    for row, image in zip(labels, named, strict=True):
+        row[list(image.targets) if image.targets is not None else image.label] = 1
+    return labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,10 +198,5 @@ class Trial:
 
     def take(self, rows: Sequence[int]) -> "Trial":
         """Return the trial of some of the images, whose gradients are released."""
-        feed = self.feed
-        masked = None if feed.masked_pe is None else feed.masked_pe[rows]
-        taken = replace(
-            feed, images=feed.images[rows], order=feed.order[rows], moved=feed.moved[rows], masked_pe=masked
-        )
         known = None if self.known is None else self.known[rows]
-        return Trial(self.setting, taken, self.reference[rows], known=known)
+        return Trial(self.setting, self.feed.take(rows), self.reference[rows], known=known)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from privlab.base import PrivlabError, full_precision
+from privlab.base import PrivlabError, full_precision, memory_ended
 from privlab.release import as_gradients
 from privlab.threat import (
     Attack,
@@ -15,8 +15,6 @@ from privlab.threat import (
     Reconstruction,
     attack_declarations,
 )
-
-__all__ = ["as_read", "attack_batch", "beyond_range", "check_reconstruction", "reason_of"]
 
 
 def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Reconstruction:
@@ -41,6 +39,8 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
 
 def reason_of(attack: Attack | FeatureAttack, error: Exception) -> str:
     """Return why an attack failed, in one line, with the kind of an error that is none of ours."""
+    if (memory := memory_ended(error)) is not None:
+        return f"{attack.name}: {memory}"
     kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
     return f"{attack.name}: {kind}{error}".splitlines()[0]
 

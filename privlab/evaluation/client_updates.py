@@ -8,15 +8,12 @@ from torch import Generator, Tensor
 
 from privlab.evaluation.batch import Batch, Seen, Trial, taken
 from privlab.release import labels_that_rise, observe_updates, undecayed
-from privlab.release.residual import explained_share, residual, residual_of_clients, tells_images
+from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
 from privlab.release.update_files import label_of_update
 from privlab.threat import Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation, Stack
 from privlab.victims import VictimModel
 
-__all__ = ["explained_by", "observe_clients", "share_out", "unsound_release"]
-
-_LABELS = 3
-"""Labels that are tried where none is told."""
+_LABELS = 3  # labels that are tried where none is told
 
 
 def share_out(client: Client, images: int) -> Client:
@@ -24,10 +21,6 @@ def share_out(client: Client, images: int) -> Client:
 
     Clients have equally many images, so that their mean is that of federated averaging: of a number that K clients
     cannot share, the most that can.
-
-    Args:
-        client: the public settings.
-        images: the images of the release, as many as all clients have by their settings, or fewer.
     """
     K = next(k for k in range(min(client.clients, images), 0, -1) if images % k == 0)
     return replace(client, clients=K, images=images // K)
@@ -69,6 +62,8 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
     (`labels_that_rise`), of a mean of K beside the K whose biases moved most as those of labels. The largest share
     counts.
 
+    `images` are the reconstructions of release i, those of all its clients.
+
     Args:
         seen: the observation of several releases.
         images: the reconstructions of one release, those of all its clients.
@@ -88,7 +83,10 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
             fall = bias.argsort()[: len(images)].tolist()
             labels = [list(dict.fromkeys([*rise, *fall])) for rise in labels]
         return explained_share(residual_of_clients(own, images, labels))
-    return explained_share(min(residual(own, images, each) for each in labels[0]))
+    targets: list[int | Tensor] = [*labels[0]]
+    if seen.client.loss == "binary" and (several := soft_targets(own, images)) is not None:
+        targets.append(several)  # an image may have any number of classes
+    return explained_share(min(residual(own, images, each) for each in targets))
 
 
 def unsound_release(client: Client | None, filters: Sequence[GradientDefense] = ()) -> str:

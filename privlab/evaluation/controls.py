@@ -1,6 +1,5 @@
 """Negative controls: images that no attack made, which show what "nothing leaks" looks like under each metric."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,13 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabWarning
+from privlab.base import warn
 from privlab.evaluation.batch import Batch
 from privlab.evaluation.records import CONTROLS
 from privlab.images import Others
 from privlab.patches import permute
-
-__all__ = ["Controls"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +61,7 @@ class Controls:
         if found < wanted:
             told = f"{found} public photographs are not under attack, for {wanted} images in one release"
             what = "repeat them" if found else "are not scored"
-            warnings.warn(f"{told}: the controls made of them {what}.", PrivlabWarning, stacklevel=2)
+            warn(f"{told}: the controls made of them {what}.")
         if len(pairs) < len(names):
             return always
         mean, other = (torch.stack(images).to(batch.images) for images in zip(*pairs, strict=True))

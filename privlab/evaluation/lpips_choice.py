@@ -13,9 +13,9 @@ from privlab.evaluation.specification import Specification
 from privlab.metrics import net_at_hand
 from privlab.metrics.names import LPIPS
 
-__all__ = ["begun_lpips", "choose_lpips", "named_lpips", "with_lpips"]
-
 _BY_SQUEEZE = "LPIPS is by SqueezeNet (lpips_squeeze), and is not to be compared with AlexNet's, which papers print."
+
+_WHY = "`--metrics lpips_alex` says why (docs/how-to/choose.md)."
 
 
 def choose_lpips(
@@ -37,7 +37,7 @@ def choose_lpips(
         return earlier, said if earlier == "lpips_squeeze" else None
     found = [net_at_hand(None if path is None else Path(path), download=download) for path in dict.fromkeys(weights)]
     reason = next((reason for _, reason in found if reason is not None), None)
-    return ("lpips_alex", None) if reason is None else ("lpips_squeeze", f"{_BY_SQUEEZE} {reason}")
+    return ("lpips_alex", None) if reason is None else ("lpips_squeeze", f"{_BY_SQUEEZE} {_WHY}")
 
 
 def begun_lpips(begun: Mapping[str, Any]) -> str | None:
@@ -56,15 +56,12 @@ def named_lpips(names: Iterable[str], metric: str | None) -> tuple[str, ...]:
 def with_lpips(
     spec: Specification, begun: Mapping[str, Any], *, download: bool = True
 ) -> tuple[Specification, str | None]:
-    """Return a specification that names the metric which "lpips" stands for, and a warning unless it is AlexNet's.
+    """Return a specification that names the metric which "lpips" stands for, and a warning as `choose_lpips` does.
 
     Args:
         spec: what is run; it is returned as it is if it does not ask for "lpips".
         begun: as in `choose_lpips`.
         download: as in `choose_lpips`.
-
-    Raises:
-        LpipsUnavailable: if `spec` names a place of the backbones that holds none.
     """
     if LPIPS not in spec.metrics:
         return spec, None

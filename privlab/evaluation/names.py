@@ -1,14 +1,14 @@
 """The names that a specification may give, which cost no import of torch: settings, attacks, defenses and the like."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from privlab.attacks import attacks
-from privlab.base import check_name
+from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import defenses
 from privlab.metrics.names import LPIPS, metric_names
-from privlab.threat.federated import CLIENT_PRESETS, OPTIMISERS
-
-__all__ = ["EFFORTS", "RELEASE_KINDS", "SETTINGS", "WORST_CASE", "check_names", "known_names"]
+from privlab.threat.client import CLIENT_PRESETS, OPTIMISERS, Client
 
 WORST_CASE = "worst-case"
 """The name for all attacks that can run and need not be named; they run if no attack is named."""
@@ -27,6 +27,13 @@ EFFORTS: dict[str, str] = {
 }
 """How much is tried against a release, in steps and never in seconds; the least first."""
 
+ALWAYS_RECORDED = "levels_wrong"
+"""What records and `--json` have of each image that is scored, whatever the metrics."""
+
+GEOMETRIES = ("in_place", "oracle", "reassembled")
+"""The layouts of a reconstruction: as it is; with the moved patches put in order by the evaluator; and, in setting c of
+released gradients, with the patches that a defense shuffled put in order by the adversary."""
+
 RELEASE_KINDS: dict[str, str] = {
     "gradients": "the gradient of each image's loss, as in federated learning",
     "features": "the embedded tokens, or those after --cut-layer blocks, as in split learning",
@@ -39,7 +46,8 @@ def known_names(kind: str) -> list[str]:
     """Return what may be named alone, of one kind.
 
     Args:
-        kind: "setting", "attack", "defense", "release", "metric", "block", "effort" or "client".
+        kind: "setting", "attack", "defense", "release", "metric", "block", "effort", "client", "geometry",
+            "reassembly" or "masked_pe".
     """
     return {
         "setting": lambda: [*SETTINGS],
@@ -50,6 +58,9 @@ def known_names(kind: str) -> list[str]:
         "block": lambda: ["auto", "stock", "april"],
         "effort": lambda: [*EFFORTS],
         "client": lambda: [*OPTIMISERS, *CLIENT_PRESETS],
+        "geometry": lambda: [*GEOMETRIES],
+        "reassembly": lambda: ["border", "mp3", "droppos"],
+        "masked_pe": lambda: ["unknown", "none", "slot"],
     }[kind]()
 
 
@@ -57,10 +68,70 @@ def check_names(kind: str, names: Sequence[str]) -> None:
     """Refuse names of a kind that `known_names` does not know; "auto" is no part of a stack of defenses.
 
     Raises:
-        PrivlabError: for an unknown name, with the nearest ones.
+        PrivlabError: for an unknown name, with the nearest ones; for a score that is always recorded.
     """
     known = known_names(kind)
+    if kind == "attack" and {*names} > {WORST_CASE}:
+        raise PrivlabError(
+            f"'{WORST_CASE}' already includes every attack that runs without being named. It cannot be combined with "
+            f"other attacks. Found {','.join(names)}."
+        )
     if kind == "defense" and len(names) > 1:
         known.remove("auto")
+    if kind == "metric" and ALWAYS_RECORDED in names:
+        raise PrivlabError(f"'{ALWAYS_RECORDED}' is always recorded. Found it among the metrics: leave it out.")
     for name in names:
         check_name(kind, name, known)
+
+
+def client_options(options: Sequence[str]) -> list[str]:
+    """Return the options of the client: those that start with "client."."""
+    return [option for option in options if option.strip().startswith("client.")]
+
+
+def check_stated(stated: Mapping[str, Any]) -> None:
+    """Refuse values that are out of range or contradict each other, as far as no class is needed to see it.
+
+    Args:
+        stated: fields of `Specification` by name: block, force, seed, gamma, settings, release, client, gradient_batch
+            and options.
+
+    Raises:
+        PrivlabError: for the first such value.
+    """
+    for option in stated["options"]:
+        if not all(part.strip() for part in option.partition("=")[:2]):
+            raise PrivlabError(f"--set takes KEY=VALUE or NAME.KEY=VALUE. Found '{option}'.")
+    if stated["force"] and stated["block"] == "auto":
+        raise PrivlabError("force runs attacks on a block that is named. Found block auto: give stock or april.")
+    if not 0 <= stated["seed"] < 2**63:
+        raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {stated['seed']}.")
+    if (gamma := stated["gamma"]) is not None and not 0 <= gamma <= 1:
+        raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {gamma}.")
+    options = client_options(stated["options"])
+    if stated["client"] is not None:
+        _check_client(stated, options)
+    elif stated["release"] == "update" or options:
+        found = options[0].strip() if options else "release 'update'"
+        raise PrivlabError(f"An update is released by a client. Found {found} and no client: give --client sgd.")
+
+
+def _check_client(stated: Mapping[str, Any], options: Sequence[str]) -> None:
+    """Check that an update is released by itself, and that the options of its client are in range."""
+    if stated["release"] not in ("auto", "update"):
+        raise PrivlabError(f"A client releases its update. Found --release {stated['release']}: leave it out.")
+    if (images := stated["gradient_batch"]) > 1:
+        raise PrivlabError(
+            f"gradient_batch applies only to released gradients. Found {images}, and a client: use --set "
+            f"client.images={images}."
+        )
+    if "b" in stated["settings"]:
+        raise PrivlabError(
+            f"Setting b compares with the image that is fed, and a defense feeds another one in each step of a "
+            f"client. Found setting {','.join(stated['settings'])} and an update: take a or c."
+        )
+    if any(option.partition("=")[2].strip() in ("unknown", "private") for option in options):
+        return  # the specification says what to state instead
+    read_options(options, [Client])
+    preset = CLIENT_PRESETS.get(stated["client"]) or Client(optimiser=stated["client"])
+    configure(Client, options, asdict(preset) | {"steps": None, "epochs": None})  # one that is set replaces both

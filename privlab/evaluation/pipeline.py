@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
-from privlab.base import draw_for
+from privlab.base import draw_for, warn
 from privlab.evaluation.applicable import AttackGroup
-from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
+from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, each_release, labelled, taken
 from privlab.evaluation.check import as_read, attack_batch, beyond_range, reason_of
 from privlab.evaluation.client_updates import explained_by, observe_clients, share_out, unsound_release
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
 from privlab.evaluation.specification import Specification, reassembly_of
-from privlab.images import Chunk, NamedImage, Others
+from privlab.images import Chunk, Others
 from privlab.metrics import Learned, as_sent, assign_images, crosses, match_images
 from privlab.release import observe, observe_features, predictions, send
 from privlab.threat import (
@@ -40,8 +40,6 @@ from privlab.threat import (
     check_capabilities,
 )
 from privlab.victims import Victim
-
-__all__ = ["Evaluator", "Panel", "Scored", "Strip"]
 
 T = TypeVar("T")
 
@@ -71,12 +69,11 @@ class Strip:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The results of a chunk: its number of images, its records, and a strip for each readable image.
+    """The results of a chunk: its records, and a strip for each readable image.
 
     `reconstructions` holds those that are to be kept, by CELL/IMAGE: the key of the cell and the hash of the image.
     """
 
-    images: int
     records: list[Record]
     strips: list[Strip]
     reconstructions: dict[str, Reconstruction]
@@ -107,32 +104,44 @@ class Evaluator:
 
     def __call__(self, chunk: Chunk) -> Scored:
         """Run the pipeline on one chunk."""
-        batch, failed = labelled(chunk, self.base.model, predicted=self.spec.labels == "predicted")
-        records = [row for image in failed for row in self._failures(image)]
+        client, predicted = self.spec.local_training, self.spec.labels == "predicted"
+        multi_label = client is not None and client.loss == "binary"
+        batch, unusable = labelled(chunk, self.base.model, predicted=predicted, multi_label=multi_label)
+        records = [
+            row | _failed(image.problem or "unreadable")
+            for image in unusable
+            for setting in self.spec.settings
+            for group in self.groups
+            for row in self.rows.of(image, setting, group)
+        ]
+        self._warn_of_copies(batch)
         self._reconstructions.clear()
         self._shared.clear()
         rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.named]
         for setting in self.spec.settings if batch.named else ():
             trial = self._trial(setting, batch)
             records += self._controls(trial, batch) if self.controls else []
-            panels: list[list[Panel]] = [[] for _ in batch.named]
-            own = self.rows.cells(setting, [])[CONTROLS[0]]
-            self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
-            told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
-            if self.spec.local_training is not None and self.rows.defenses[setting].changes_images:
-                told = f"private, setting {setting}\nchanged anew in each step"
-            fed = [told] * len(panels)
-            self._show(panels, f"{own}-fed", trial.feed.images, fed)
-            if trial.sent is not None:
-                rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
-                self._show(panels, f"{own}-sent", rows_sent, ["rows in the order sent"] * len(panels))
+            panels = self._private_panels(trial, batch)
             for group in self.groups:
                 records += self._run(group, trial, batch, panels)
             for row, of_image in zip(rows, panels, strict=True):
                 row.append(tuple(of_image))
         strips = [Strip(p.name, p.sha256, self.base.name, tuple(row)) for p, row in zip(batch.named, rows, strict=True)]
-        count = len(chunk.named) + len(chunk.failed)
-        return Scored(count, records, strips if self.strips else [], dict(self._reconstructions))
+        return Scored(records, strips if self.strips else [], dict(self._reconstructions))
+
+    def _private_panels(self, trial: Trial, batch: Batch) -> list[list[Panel]]:
+        """Begin the row of each image's strip: the private image, what is fed, and what is sent."""
+        panels: list[list[Panel]] = [[] for _ in batch.named]
+        own, setting = self.rows.cells(trial.setting, [])[CONTROLS[0]], trial.setting
+        self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
+        told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
+        if self.spec.local_training is not None and self.rows.defenses[setting].changes_images:
+            told = f"private, setting {setting}\nchanged anew in each step"
+        self._show(panels, f"{own}-fed", trial.feed.images, [told] * len(panels))
+        if trial.sent is not None:
+            rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
+            self._show(panels, f"{own}-sent", rows_sent, ["rows in the order sent"] * len(panels))
+        return panels
 
     def _show(self, panels: Sequence[list[Panel]], name: str, images: Tensor, captions: Sequence[str]) -> None:
         """Add one image to each strip; the images leave the device together."""
@@ -198,7 +207,10 @@ class Evaluator:
             for one_key in {attack_declarations(attack).one_key for attack in group.attacks}
         }
         for attack in group.attacks:
-            alone, together = replace(group, attacks=(attack,)), groups[attack_declarations(attack).one_key]
+            declared = attack_declarations(attack)
+            alone, together = replace(group, attacks=(attack,)), groups[declared.one_key]
+            if self.rows.shuffled(trial.setting) and declared.effort == "quick" and not declared.one_key:
+                together = [release for part in together for release in each_release(*part)]
             outcomes: list[list[Record]] = [[]] * len(batch.named)
             for rows, own in together:
                 part = trial if len(together) == 1 else trial.take(rows)
@@ -223,7 +235,7 @@ class Evaluator:
             rows = [self.rows.of(image, trial.setting, alone) for image in batch.named]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
             placed = attack_declarations(attack).places
-            scores = self._scorer.geometries(Reconstruction.join(found), trial, names, placed=placed)
+            scores, _ = self._scorer.laid(Reconstruction.join(found), trial, names, placed=placed)
             records += [
                 row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
                 for i, of_image in enumerate(rows)
@@ -239,21 +251,49 @@ class Evaluator:
         B = batch.images_per_release(self.spec.together)
         client = self.spec.local_training and share_out(self.spec.local_training, B)
         draws = batch.release_draws(self.spec.seed, self.spec.draw, client.images if client else B)
-        seen, seconds = self._once(
-            (trial.setting, group.victim.block, batch.together),
-            lambda: (
-                observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B, self._public_to(batch))
-                if client is None
-                else observe_clients(model, client, trial, batch, group.parameters, draws, parts)
-            ),
-        )
-        norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0).repeat_interleave(B)
+
+        def observed() -> Observation:
+            if client is None:
+                return self._observe(group, trial, batch, draws, B)
+            return observe_clients(model, client, trial, batch, group.parameters, draws, parts)
+
+        seen, seconds = self._once((trial.setting, group.victim.block, batch.together), observed)
+        step = 1 if self.rows.shuffled(trial.setting) else len(batch.named)  # alone, as `_observe` explains
+        norm = torch.cat([_norms(seen.gradients, slice(i, i + step)) for i in range(0, len(batch.named) // B, step)])
+        norm = norm.repeat_interleave(B)
         facts: list[Record] = [
             {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
             | batch.stated(self.spec.together)
             for size in norm.tolist()
         ]
         return seen, facts, (norm.isfinite() & (norm > 0)).tolist()
+
+    def _observe(
+        self, group: AttackGroup, trial: Trial, batch: Batch, draws: Sequence[Generator], B: int
+    ) -> Observation:
+        """Observe gradients of B images each; one by one where patches were shuffled.
+
+        A product over a batch rounds otherwise than that of one image, and closed forms enlarge the difference: re-
+        assembly may then put the same image in another order in the company of other images.
+        """
+        model, parts, public = group.victim.model, self.rows.defenses[trial.setting].parts, self._public_to(batch)
+        b = len(batch.named)
+        size = B if self.rows.shuffled(trial.setting) else b
+        seen = [
+            observe(
+                model,
+                trial.feed.take(slice(i, i + size)),
+                batch.labels[i : i + size],
+                group.parameters,
+                parts,
+                draws[i // B : (i + size) // B],
+                B,
+                public,
+            )
+            for i in range(0, b, size)
+        ]
+        gradients = {name: torch.cat([one.gradients[name] for one in seen]) for name in seen[0].gradients}
+        return replace(seen[0], gradients=gradients)
 
     def _features(self, sent: Sent, trial: Trial, batch: Batch) -> tuple[FeatureObservation, list[Record], list[bool]]:
         """Observe released features, and note what the defense costs the client: whether its prediction is right."""
@@ -284,6 +324,19 @@ class Evaluator:
         return Others(self.public)
 
     @cached_property
+    def _made(self) -> Controls:
+        return Controls(self._others, self.base.model.mean)
+
+    def _warn_of_copies(self, batch: Batch) -> None:
+        """Say how many public photographs are left out because they show a private image in another file."""
+        found = self._others.copies([image.sha256 for image in batch.named], batch.images) if self.public else []
+        if found:
+            ones = "photograph shows a private image" if len(found) == 1 else "photographs show private images"
+            warn(
+                f"{len(found)} public {ones} in another file, such as resized, mirrored or recompressed: left out.",
+            )
+
+    @cached_property
     def _all_public(self) -> Float[Tensor, "m c h w"]:
         """Return the public images as one tensor, the same for all batches: attacks cache what they compute from it."""
         none = torch.empty(0, *self.base.model.image_shape)
@@ -306,24 +359,16 @@ class Evaluator:
         """
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
         names, placed = self.rows.geometries(trial.setting), attack_declarations(attack).places
-        try:
-            if Capability.AUXILIARY_IMAGES in attack.requires:  # all may be in this batch, and there are none then
-                check_capabilities(attack, seen.grants, force=self.spec.force)
-            read = as_read(attack, seen)
-            beyond = self._beyond(attack, read, b)
-            own = (trial.setting, group.victim.block, batch.together, attack.name)
-            reconstruction, seconds = self._once(own, lambda: attack_batch(attack, read))
-            if several and Capability.BATCH_SIZE_ONE in attack.requires:
-                reconstruction = Reconstruction.join([reconstruction] * b)
-            reconstruction = self._assigned(reconstruction, trial, several=several)
-        except Exception as error:
+        made = self._reconstructed(group, attack, seen, trial, batch, several=several)
+        if isinstance(made, str):  # the error is gone by now, and with it the tensors that its traceback held on a GPU
             if b > 1 and isinstance(seen, Observation) and not several:
                 one_by_one = ([i] for i in range(b))
                 return [
                     self._attack(group, attack, taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
                     for i in one_by_one
                 ]
-            return [[_failed(reason_of(attack, error))] * len(names)] * b
+            return [[_failed(made)] * len(names)] * b
+        reconstruction, seconds, beyond = made
         B = seen.images_per_release if isinstance(seen, Observation) else 1
         of_releases = [explained_by(seen, images, i) for i, images in enumerate(reconstruction.images.split(B))]
         shares = [share for share in of_releases for _ in range(B)]
@@ -356,6 +401,37 @@ class Evaluator:
             self._show(panels, f"{key}-reassembled", laid, captions)
         return outcomes
 
+    def _reconstructed(
+        self,
+        group: AttackGroup,
+        attack: Attack | FeatureAttack,
+        seen: Seen,
+        trial: Trial,
+        batch: Batch,
+        *,
+        several: bool,
+    ) -> tuple[Reconstruction, float, list[Record]] | str:
+        """Return the reconstructions, the seconds they took and what lies beyond the attack's range, or why it failed.
+
+        An error is not passed on: its traceback would hold the tensors of the batch.
+        """
+        b = len(trial.reference)
+        try:
+            if Capability.AUXILIARY_IMAGES in attack.requires:  # all may be in this batch, and there are none then
+                check_capabilities(attack, seen.grants, force=self.spec.force)
+            read = as_read(attack, seen)
+            B = read.images_per_release if isinstance(read, Observation) else b
+            releases = [taken(read, [r]) for r in range(b // B)] if isinstance(read, Observation) else [read]
+            reasons = [beyond_range(attack, release) for release in releases]
+            beyond: list[Record] = [{"beyond_range": reason} for reason in reasons for _ in range(B)]
+            own = (trial.setting, group.victim.block, batch.together, attack.name)
+            reconstruction, seconds = self._once(own, lambda: attack_batch(attack, read))
+            if several and Capability.BATCH_SIZE_ONE in attack.requires:
+                reconstruction = Reconstruction.join([reconstruction] * b)
+            return self._assigned(reconstruction, trial, several=several), seconds, beyond
+        except Exception as error:
+            return reason_of(attack, error)
+
     def _assigned(self, reconstruction: Reconstruction, trial: Trial, *, several: bool) -> Reconstruction:
         """Return reconstructions in the order of the images that they are nearest to, if their own order says nothing.
 
@@ -364,13 +440,6 @@ class Evaluator:
         if several:
             return assign_images(reconstruction, trial.feed.images, self.base.model.patch)
         return reconstruction if trial.sent is None else match_images(trial.sent, reconstruction, trial.reference)
-
-    def _beyond(self, attack: Attack | FeatureAttack, seen: Seen, b: int) -> list[Record]:
-        """Return for each image why the attack is outside its stated range; the reason may differ between releases."""
-        if not isinstance(seen, Observation):
-            return [{"beyond_range": beyond_range(attack, seen)}] * b
-        B = seen.images_per_release
-        return [{"beyond_range": beyond_range(attack, taken(seen, [i // B]))} for i in range(b)]
 
     def _measured(self, scores: Record) -> Record:
         """Return scores with the names of the metrics that were measured, those without a value included."""
@@ -398,23 +467,10 @@ class Evaluator:
                         records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
         return records
 
-    @cached_property
-    def _made(self) -> Controls:
-        return Controls(self._others, self.base.model.mean)
-
-    def _failures(self, image: NamedImage) -> list[Record]:
-        """Return the rows of an image that could not be used."""
-        return [
-            row | _failed(image.problem or "unreadable")
-            for setting in self.spec.settings
-            for group in self.groups
-            for row in self.rows.of(image, setting, group)
-        ]
-
     def _once(self, name: tuple[str, ...], work: Callable[[], T]) -> tuple[T, float]:
         """Return a result and the seconds it took; settings b and c release the same, so they share their results.
 
-        `name` is the setting, followed by what tells the result from others of the same chunk.
+        `name` is the setting, followed by what distinguishes the result from others of the same chunk.
         """
         if not {"b", "c"} <= set(self.spec.settings) or name[0] == "a":
             return self._timed(work)
@@ -424,15 +480,18 @@ class Evaluator:
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """Return a result and the seconds it took, with the device's queue finished before and after."""
-        self._wait()
+        device = self.base.model.mean.device
+        wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+        wait()
         start = time.perf_counter()
         result = work()
-        self._wait()
+        wait()
         return result, time.perf_counter() - start
 
-    def _wait(self) -> None:
-        if self.base.model.mean.is_cuda:
-            torch.cuda.synchronize(self.base.model.mean.device)
+
+def _norms(gradients: Mapping[str, Tensor], releases: slice) -> Float[Tensor, " r"]:
+    """Return ‖∂ℓ/∂θ‖ of each of some releases."""
+    return torch.stack([g[releases].flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
 
 
 def _failed(reason: str) -> Record:

@@ -4,52 +4,31 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 import privlab
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw
 from privlab.evaluation.applicable import AttackGroup
+from privlab.evaluation.names import GEOMETRIES, check_names
 from privlab.evaluation.specification import Specification, defense_of, part_of, reassembly_of
 from privlab.images import NamedImage, as_text, one_line
-from privlab.metrics import ADDED, METRICS, MIRRORED, PLACEMENT
+from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
 from privlab.release import effects_of, kinds_of
-from privlab.threat import Stack
+from privlab.threat import Attack, FeatureAttack, Stack
 from privlab.victims import Victim
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = [
-    "COLUMNS",
-    "CONTROL",
-    "CONTROLS",
-    "EXACT_DB",
-    "GEOMETRIES",
-    "IDENTITY",
-    "SCHEMA",
-    "Record",
-    "Rows",
-    "cell_key",
-    "check_geometry",
-    "exact_db",
-    "to_frame",
-]
-
-SCHEMA = 8
+SCHEMA = 9
 """Version of the records' columns. Since 3, rows have a key. Since 4, they say whether an attack was beyond its range.
 Since 5, they have scores that no gain or offset changes. Since 6, they state the effort. Since 7, they say how much of
-an update a reconstruction explains. Since 8, they state the cut layer of released features."""
-
-GEOMETRIES = ("in_place", "oracle", "reassembled")
-"""The layouts of a reconstruction: as it is; with the moved patches put in order by the evaluator; and, in setting c of
-released gradients, with the patches that a defense shuffled put in order by the adversary."""
+an update a reconstruction explains. Since 8, they state the cut layer of released features. Since 9, they count the
+grey levels that are wrong."""
 
 CONTROL = "control:"
 """The start of a negative control's name in the column of attacks."""
@@ -68,30 +47,27 @@ _ORDER = (
     "victim block weights weights_sha256 release cut_layer defense setting attack effort geometry image image_sha256 "
     "label label_origin member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp "
     "psnr_affine correlation gms_affine psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
-    f"lpips_alex lpips_vgg lpips_squeeze f_sim {' '.join(ADDED)} "
-    "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
+    f"lpips_alex lpips_vgg lpips_squeeze f_sim {' '.join(METRICS.added)} "
+    "levels_wrong psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure explained correct grad_norm "
     "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
-_FLOAT_COLUMNS = (
-    *(*METRICS, *MIRRORED.values(), *PLACEMENT),
-    *["psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "explained", "grad_norm"],
-    *["seconds_observe", "seconds_attack", "seconds_score"],
-)
-_INTEGER_COLUMNS = ["cut_layer", "label", "seed", "draw", "schema", "batch_images"]
+_NUMBERS = dict.fromkeys((*METRICS, *MIRRORED.values(), *PLACEMENT), pa.float64())
+for _name in ("levels_wrong", "psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "explained"):
+    _NUMBERS[_name] = pa.float64()
+for _name in ("grad_norm", "seconds_observe", "seconds_attack", "seconds_score"):
+    _NUMBERS[_name] = pa.float64()
+for _name in ("cut_layer", "label", "seed", "draw", "schema", "batch_images"):
+    _NUMBERS[_name] = pa.int64()
+"""The columns that hold numbers; the others hold text."""
 
-
-def _type(column: str) -> pa.DataType:
-    return pa.int64() if column in _INTEGER_COLUMNS else pa.float64() if column in _FLOAT_COLUMNS else pa.string()
-
-
-if twice := [name for name in ADDED if _ORDER.split().count(name) > 1]:
+if twice := [name for name in METRICS.added if _ORDER.split().count(name) > 1]:
     raise PrivlabError(
         f"A metric of another package must not have the name of a column of records. Found '{twice[0]}'."
     )
 
-COLUMNS = pa.schema([(name, _type(name)) for name in _ORDER.split()])
+COLUMNS = pa.schema([(name, _NUMBERS.get(name, pa.string())) for name in _ORDER.split()])
 """The columns of a record. What was not measured is null, never zero."""
 
 IDENTITY = (
@@ -123,8 +99,7 @@ def check_geometry(geometry: str, spec: Specification) -> None:
     Raises:
         PrivlabError: if the geometry is unknown, or there is nothing to re-assemble.
     """
-    if geometry not in GEOMETRIES:
-        raise unknown_name("geometry", geometry, GEOMETRIES)
+    check_names("geometry", [geometry])
     shuffled = any(name == "auto" or kinds_of(part_of(name, spec)) & {"shuffled", "masked"} for name in spec.parts)
     if geometry == GEOMETRIES[2] and ("c" not in spec.settings or spec.features_released or not shuffled):
         release = "features" if spec.features_released else "gradients"
@@ -132,11 +107,6 @@ def check_geometry(geometry: str, spec: Specification) -> None:
             "Geometry 'reassembled' is for setting c, released gradients and a defense that shuffles patches. "
             f"Found setting {','.join(spec.settings)}, {release} and defense {spec.defense}."
         )
-
-
-def to_frame(records: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
-    """Return records as a table with all columns."""
-    return pa.Table.from_pylist(list(records), schema=COLUMNS).to_pandas()
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,9 +119,12 @@ class Rows:
     spec: Specification
     base: Victim
     public: Sequence[str]
+    _known: dict[tuple[str, str, str | None, str | None], Record] = field(default_factory=dict, init=False, repr=False)
 
     def of(self, image: NamedImage, setting: str, group: AttackGroup) -> list[Record]:
         """Return the rows of one image and one group, without scores: one row for each attack and geometry.
+
+        The setting decides the defense that the rows state, and the geometries.
 
         Args:
             image: the image, whose name, hash, label and membership the rows state.
@@ -159,9 +132,7 @@ class Rows:
             group: the attacks, and the block of the victim on which they run.
         """
         return [
-            self._stated(setting, attack.name, self._block(group), json.dumps(asdict(attack)))
-            | self._image(image)
-            | {"geometry": geometry}
+            self._of_attack(setting, attack, group) | self._image(image) | {"geometry": geometry}
             for attack in group.attacks
             for geometry in self.geometries(setting)
         ]
@@ -173,49 +144,42 @@ class Rows:
         reference is itself shuffled. Patches of less than 3 × 3 pixels have no borders by which they could be put in
         order.
         """
-        shuffled = effects_of(self.base.model, self.defenses[setting].parts).patches != "kept"
-        reassembled = setting == "c" and shuffled and not self.spec.features_released and self.base.model.patch >= 3
-        return GEOMETRIES if reassembled else GEOMETRIES[:2]
+        return GEOMETRIES if setting == "c" and self.shuffled(setting) else GEOMETRIES[:2]
+
+    def shuffled(self, setting: str) -> bool:
+        """Return whether gradients of shuffled patches with borders are released."""
+        moved = effects_of(self.base.model, self.defenses[setting].parts).patches != "kept"
+        return moved and not self.spec.features_released and self.base.model.patch >= 3
 
     def control(self, image: NamedImage, setting: str, name: str) -> Record:
-        """Return the row of one image under a negative control, in place and without scores.
+        """Return the row of one image under a negative control, one of `CONTROLS`, in place and without scores.
 
         Args:
             image: the image, whose name, hash, label and membership the row states.
             setting: "a", "b" or "c"; it decides the defense that the row states.
             name: the control, one of `CONTROLS`; it stands in the column of attacks.
         """
-        return self._stated(setting, name, None, None) | self._image(image) | {"geometry": GEOMETRIES[0]}
+        return self._stated(setting, name) | self._image(image) | {"geometry": GEOMETRIES[0]}
 
     def cells(self, setting: str, groups: Iterable[AttackGroup]) -> dict[str, str]:
         """Return the key of each attack's cell, and of each control's."""
-        keys = {
-            attack.name: self._stated(setting, attack.name, self._block(group), json.dumps(asdict(attack)))["cell"]
-            for group in groups
-            for attack in group.attacks
-        }
-        return keys | {name: self._stated(setting, name, None, None)["cell"] for name in CONTROLS}
+        rows = [self._of_attack(setting, attack, group) for group in groups for attack in group.attacks]
+        rows += [self._stated(setting, name) for name in CONTROLS]
+        return {row["attack"]: row["cell"] for row in rows}
 
     @cached_property
     def defenses(self) -> dict[str, Stack]:
         """Return the defenses of each setting; they are cached, as looking them up for every row would be slow."""
         return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
 
-    def _block(self, group: AttackGroup) -> str | None:
-        return None if self.spec.features_released else group.victim.block
-
     def _image(self, image: NamedImage) -> Record:
-        return {
-            "image": as_text(image.name),
-            "image_sha256": image.sha256,
-            "label": image.label,
-            "label_origin": image.label_origin,
-            "member": image.member,
-        }
+        stated = {name: getattr(image, name) for name in ("label", "label_origin", "member")}
+        return {"image": as_text(image.name), "image_sha256": image.sha256} | stated
 
-    def _stated(self, setting: str, attack: str, block: str | None, params: str | None) -> Record:
-        known = self._known
-        if (setting, attack, block, params) not in known:
+    def _stated(self, setting: str, attack: str, block: str | None = None, params: str | None = None) -> Record:
+        """Return what the rows of a cell state; a control has neither block nor parameters."""
+        key = (setting, attack, block, params)
+        if key not in self._known:
             row = self._common | {
                 "defense": self.defenses[setting].name,
                 "defense_params": json.dumps(self._params(setting)),
@@ -224,8 +188,12 @@ class Rows:
                 "block": block,
                 "attack_params": params,
             }
-            known[setting, attack, block, params] = row | {"cell": cell_key(row)}
-        return known[setting, attack, block, params]
+            self._known[key] = row | {"cell": cell_key(row)}
+        return self._known[key]
+
+    def _of_attack(self, setting: str, attack: Attack | FeatureAttack, group: AttackGroup) -> Record:
+        block = None if self.spec.features_released else group.victim.block
+        return self._stated(setting, attack.name, block, json.dumps(asdict(attack)))
 
     def _params(self, setting: str) -> dict[str, Any]:
         """Return the options of the defenses; where gradients are of one image, the jigsaw's `per` is left out.
@@ -239,10 +207,6 @@ class Rows:
                 own: Any = params if len(stack.parts) == 1 else params[part.name]
                 own.pop("per", None)
         return params
-
-    @cached_property
-    def _known(self) -> dict[tuple[str, str, str | None, str | None], Record]:
-        return {}
 
     @cached_property
     def _common(self) -> Record:

@@ -1,7 +1,6 @@
 """The scores of a reconstruction in every geometry, that is, every layout of its patches before the comparison."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
 from privlab.attacks.solvers import NoisyGradients, shares_mask
-from privlab.base import PrivlabWarning, full_precision
+from privlab.base import full_precision, warn
 from privlab.evaluation.batch import Trial
 from privlab.evaluation.records import GEOMETRIES
 from privlab.metrics import (
@@ -22,6 +21,7 @@ from privlab.metrics import (
     displaced_slots,
     in_best_order,
     key_recovered,
+    levels_wrong,
     neighbour_accuracy,
     placed_share,
     placement_accuracy,
@@ -33,8 +33,6 @@ from privlab.reassembly import Borders, Reassembly, rearrange
 from privlab.release import effects_of
 from privlab.threat import Observation, Reconstruction, Sent
 from privlab.victims import VictimModel
-
-__all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]
 
 Scores = dict[str, list[float | None]]
 """The values of each metric, one for each image; None where it was not measured."""
@@ -59,15 +57,17 @@ class Scorer:
     reassembly: Reassembly = field(default_factory=Borders)
     several: bool = False
 
-    def geometries(
+    def laid(
         self,
         reconstruction: Reconstruction,
         trial: Trial,
         names: Sequence[str] = GEOMETRIES[:2],
         *,
         placed: bool = False,
-    ) -> list[Scores]:
-        """Return the scores of reconstructions in place, under the oracle, and reassembled if asked for, in this order.
+    ) -> tuple[list[Scores], Float[Tensor, "b c h w"] | None]:
+        """Return the scores in place, under the oracle, and reassembled if asked for, in this order, and these images.
+
+        The reassembled images are None where they are those in place.
 
         Args:
             reconstruction: what the attack returned: b images, and what it says of the places of patches or rows.
@@ -76,51 +76,24 @@ class Scorer:
             placed: whether the attack has already put its loose patches in order; "reassembled" is then the same as in
                 place.
         """
-        return self.laid(reconstruction, trial, names, placed=placed)[0]
-
-    def laid(
-        self, reconstruction: Reconstruction, trial: Trial, names: Sequence[str], *, placed: bool
-    ) -> tuple[list[Scores], Float[Tensor, "b c h w"] | None]:
-        """Return the scores of `geometries`, and the reassembled images; None for these where they are those in place.
-
-        Args:
-            reconstruction: as in `geometries`.
-            trial: as in `geometries`.
-            names: as in `geometries`.
-            placed: as in `geometries`.
-        """
-        scores = self._in_place_and_oracle(reconstruction, trial)
-        if "reassembled" not in names:
-            return scores, None
-        if placed and reconstruction.loose is not None:
-            return [*scores, scores[0]], None
-        own, images = self._reassembled(reconstruction, trial, scores[0])
-        return [*scores, own], images
-
-    def _in_place_and_oracle(self, reconstruction: Reconstruction, trial: Trial) -> list[Scores]:
-        """Score reconstructions in place, and under the oracle."""
-        moved = trial.feed.moved
+        images, moved = reconstruction.images, trial.feed.moved
+        told: Scores = {}
         if trial.sent is not None:
             told = self._places(trial.sent, reconstruction)
         elif reconstruction.loose is not None:
-            told = {
-                "tokens_found": _numbers(reconstruction.tokens, len(moved)),
-                "tokens_sure": _numbers(reconstruction.tokens_sure, len(moved)),
-            }
-        else:
-            told = {}
-        in_place = (
-            self.score(reconstruction.images, trial.reference, moved)
-            | self._mirrored(reconstruction.images, trial)
-            | told
-        )
-        home = self.oracle(reconstruction.images, trial)
-        if home is None:
-            return [in_place, in_place]
-        return [
-            in_place,
-            self.score(home, trial.reference, moved) | self._mirrored(reconstruction.images, trial, True) | told,
-        ]
+            told["tokens_found"] = _numbers(reconstruction.tokens, len(moved))
+            told["tokens_sure"] = _numbers(reconstruction.tokens_sure, len(moved))
+        in_place = self.score(images, trial.reference, moved) | self._mirrored(images, trial) | told
+        under_oracle = in_place
+        if (home := self.oracle(images, trial)) is not None:
+            under_oracle = self.score(home, trial.reference, moved) | self._mirrored(images, trial, True) | told
+        scores = [in_place, under_oracle]
+        if "reassembled" not in names:
+            return scores, None
+        if placed and reconstruction.loose is not None:
+            return [*scores, in_place], None
+        own, ordered = self._reassembled(reconstruction, trial, in_place)
+        return [*scores, own], ordered
 
     def oracle(self, images: Float[Tensor, "b c h w"], trial: Trial) -> Float[Tensor, "b c h w"] | None:
         """Return images with each `moved` patch put where it fits the reference best; None if no patch was moved.
@@ -167,31 +140,23 @@ class Scorer:
         reference: Float[Tensor, "b c h w"],
         moved: Bool[Tensor, "b n"] | None = None,
     ) -> Scores:
-        """Return the scores of images as they are; with `moved`, also the PSNR within the moved slots and the others.
+        """Return the scores of `score_images`, and the PSNR within the slots that a defense `moved` and the others.
 
         Args:
             images: b reconstructions or controls in [0, 1].
             reference: the b images that they are compared with, in the same order.
             moved: marks the slots whose patches a defense moved. The PSNR by region has no value for an image without
                 one.
-
-        Warns:
-            PrivlabWarning: where a metric of `UNDEFINED` has no value for an image.
         """
-        with full_precision():
-            scores = score(images, reference, self.metrics, self.learned)
-        for name in UNDEFINED.keys() & scores.keys():
-            if scores[name].isnan().any():
-                warnings.warn(f"{name} is n/a for some images: {UNDEFINED[name]}.", PrivlabWarning, stacklevel=2)
+        scores = score_images(images, reference, self.metrics, self.learned)
         if moved is not None and "psnr" in self.metrics:
-            masked = moved.any(1)  # without a mask there is only one region
-            nothing = torch.full_like(scores["psnr"], torch.nan)
-            scores |= {"psnr_masked": nothing, "psnr_unmasked": nothing}
-            if masked.any():
+            scores["psnr_masked"] = scores["psnr_unmasked"] = [None] * len(images)
+            if (masked := moved.any(1)).any():  # without a mask there is only one region
                 region = slots_to_pixels(moved, self.model.grid, self.model.patch)
-                scores["psnr_masked"] = psnr_region(images, reference, region)
-                scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
-        return {name: _nullable(values) for name, values in scores.items()}
+                unmasked = psnr_region(images, reference, ~region).where(masked, torch.nan)
+                scores["psnr_masked"] = _nullable(psnr_region(images, reference, region))
+                scores["psnr_unmasked"] = _nullable(unmasked)
+        return scores
 
     def _mirrored(self, images: Float[Tensor, "b c h w"], trial: Trial, oracle: bool = False) -> Scores:
         """Score images against mirrored references; with `oracle`, patches are first put in order by these references.
@@ -216,6 +181,32 @@ class Scorer:
             "neighbour_accuracy": [None] * b if neighbours is None else list(neighbours.tolist()),
             "key_recovered": [key] * b,
         }
+
+
+def score_images(
+    images: Float[Tensor, "b c h w"],
+    reference: Float[Tensor, "b c h w"],
+    metrics: Sequence[str],
+    learned: Mapping[str, Learned],
+) -> Scores:
+    """Return the scores of images as they are, and the number of their grey levels that are wrong.
+
+    Args:
+        images: b reconstructions or controls in [0, 1].
+        reference: the b images that they are compared with, in the same order.
+        metrics: the names of the scores.
+        learned: the metrics with trained weights among them, by name.
+
+    Warns:
+        PrivlabWarning: where a metric of `UNDEFINED` has no value for an image.
+    """
+    with full_precision():
+        scores = score(images, reference, metrics, learned)
+    scores["levels_wrong"] = levels_wrong(images, reference)
+    for name in UNDEFINED.keys() & scores.keys():
+        if scores[name].isnan().any():
+            warn(f"{name} is n/a for some images: {UNDEFINED[name]}.")
+    return {name: _nullable(values) for name, values in scores.items()}
 
 
 def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:

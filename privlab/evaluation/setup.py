@@ -1,26 +1,25 @@
 """Makes the parts of a run from its specification: victims, attacks, images and learned metrics, with warnings."""
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
+from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation.applicable import AttackGroup, applicable
 from privlab.evaluation.records import Rows
 from privlab.evaluation.specification import Specification, defense_of, reassembly_of
 from privlab.images import ImageSource, Preprocessing, check_labels, open_images
 from privlab.images.datasets import imagenet_classes
-from privlab.metrics import Learned, LpipsUnavailable, load_embedding, load_lpips, score
+from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
+from privlab.threat import CLIENT_PRESETS
 from privlab.victims import Victim, victim
-
-__all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of", "uncached", "victim_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +45,10 @@ def victim_of(spec: Specification, device: torch.device) -> Victim:
     Raises:
         PrivlabError: if there is no such victim, or its weights do not fit.
     """
-    base, messages = _victim(
-        spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, spec.normalisation, device
-    )
+    names = ("weights", "img_size", "seed", "classes", "normalisation")
+    base, messages = _victim(spec.models[0], device, **{name: getattr(spec, name) for name in names})
     for message in messages:  # what weakens a victim weakens each run on it
-        warnings.warn(message, PrivlabWarning, stacklevel=2)
+        warn(message)
     return base
 
 
@@ -70,32 +68,18 @@ def subject_of(spec: Specification, device: torch.device, own: Victim | None = N
     reassembly_of(spec, base)
     groups, refused = applicable(spec, base)
     on_device = tuple(AttackGroup(group.victim.to(device), group.attacks) for group in groups)
-    return Subject(base, on_device, refused, _public(spec.public, spec.public_limit, base.preprocessing, device))
+    return Subject(
+        base, on_device, refused, _public(spec.public, spec.public_limit, base.preprocessing, device, spec.bit_depth)
+    )
 
 
 @lru_cache(maxsize=2)
-def _victim(
-    name: str,
-    weights: str,
-    img_size: int | None,
-    seed: int,
-    classes: int | None,
-    normalisation: str | None,
-    device: torch.device,
-) -> tuple[Victim, tuple[str, ...]]:
+def _victim(name: str, device: torch.device, **options: Any) -> tuple[Victim, tuple[str, ...]]:  # noqa: ANN401
     """Return a victim, and the warnings that come with it."""
     messages: list[str] = []
     with collect_warnings(messages):
-        own = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes, normalisation=normalisation)
-        made = own.to(device)
+        made = victim(name, **options).to(device)
     return made, tuple(messages)
-
-
-@lru_cache(maxsize=2)
-def _public(
-    public: tuple[str, ...], limit: int, preprocessing: Preprocessing, device: torch.device
-) -> Mapping[str, Tensor]:
-    return public_images(public, limit, preprocessing, device)
 
 
 def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> ImageSource:
@@ -111,32 +95,45 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
         PrivlabError: if there are no images, or fewer than make one gradient; if a manifest does not fit them, or has
             labels that the victims do not have.
     """
-    wnids = None
-    if all(base.model.vit.num_classes == 1000 for base in victims):
-        wnids = imagenet_classes()
-    images = _one_or_all(spec.images)
-    labels = None if spec.labels == "predicted" else spec.labels
+    wnids = imagenet_classes() if all(base.model.vit.num_classes == 1000 for base in victims) else None
     if spec.manifest is not None and spec.labels is None:
         check_labels(Path(spec.manifest), min(base.model.classes or sys.maxsize for base in victims))
     source = open_images(
-        images,
+        _one_or_all(spec.images),
         limit=spec.limit,
         every=spec.every,
         offset=spec.offset,
         manifest=spec.manifest,
         split=spec.split,
-        labels=labels,
+        labels=spec.labels,
         class_to_index=wnids,
+        bit_depth=spec.bit_depth,
         check=check,
     )
-    asked = {"gradient_batch": spec.gradient_batch}
-    if spec.local_training is not None:
-        K, name = spec.local_training.clients, "client.images"
-        asked = {name if K == 1 else f"client.clients times {name}": spec.local_training.released_images}
-    for name, size in asked.items():
-        if source.count is not None and source.count < size:
-            raise PrivlabError(f"{name} must be at most the number of images, {source.count}. Found {size}.")
+    _check_enough(source, spec)
     return source
+
+
+def _check_enough(source: ImageSource, spec: Specification) -> None:
+    """Check that there are as many images as are released together.
+
+    Raises:
+        PrivlabError: if there are fewer, with what would be right.
+    """
+    client, count = spec.local_training, source.count
+    size = spec.gradient_batch if client is None else client.released_images
+    if count is None or count >= size:
+        return
+    K = 1 if client is None else client.clients
+    name = "gradient_batch" if client is None else "client.images" if K == 1 else "client.clients times client.images"
+    fewer = f"--gradient-batch {count}" if client is None else f"--set client.images={count // K}"
+    fewer = fewer if count >= K else f"--set client.clients={count} --set client.images=1"
+    preset = f", by the preset {spec.client}" if spec.client in CLIENT_PRESETS else ""
+    limit = "" if spec.limit is None else ", and no smaller --limit"
+    raise PrivlabError(
+        f"{name} must be at most the number of images, {count}. Found {size}{preset}: give --images with {size} or more"
+        f"{limit}, or {fewer}."
+    )
 
 
 def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
@@ -144,7 +141,11 @@ def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def public_images(
-    public: tuple[str, ...], limit: int, preprocessing: Preprocessing, device: torch.device
+    public: tuple[str, ...],
+    limit: int,
+    preprocessing: Preprocessing,
+    device: torch.device,
+    bit_depth: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the public photographs by their hash: negative controls are made of them, and an adversary may have them.
 
@@ -153,30 +154,34 @@ def public_images(
         limit: most photographs that are taken, the first ones.
         preprocessing: the victim's, so that they have the size of its input.
         device: where the photographs are kept.
+        bit_depth: as `open_images` takes it.
 
     Raises:
         PrivlabError: if no photograph can be read.
     """
-    source = open_images(_one_or_all(public), limit=limit)
+    source = open_images(_one_or_all(public), limit=limit, bit_depth=bit_depth)
     images = {image.sha256: preprocessing(image.pixels).to(device) for image in source if image.pixels}
     if not images:
         raise PrivlabError(f"--public needs one readable image or more. Found none in {', '.join(public)}.")
     return images
 
 
+_public = lru_cache(maxsize=2)(public_images)
+
+
 @contextmanager
 def uncached() -> Iterator[None]:
     """Use no victim, metric or public image that an earlier run loaded, since files change, and keep none after."""
-    _forget()
+
+    def forget() -> None:
+        for kept in (_victim, _public, learned_for):
+            kept.cache_clear()
+
+    forget()
     try:
         yield
     finally:
-        _forget()
-
-
-def _forget() -> None:
-    for kept in (_victim, _public, learned_for):
-        kept.cache_clear()
+        forget()
 
 
 @lru_cache(maxsize=2)
@@ -209,31 +214,47 @@ def learned_metrics(
     Raises:
         PrivlabError: if a file of weights does not fit, or none of the metrics can be computed.
     """
+    if broken := [name for name in spec.metrics if name in METRICS.broken]:
+        raise PrivlabError(METRICS.broken[broken[0]])
     learned: dict[str, Learned] = {}
     missing: dict[str, str] = {}
     weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
     smallest = min((base.model.image_shape for base in victims), key=lambda shape: shape[1:])
     black = torch.zeros(1, *smallest, device=device)
     for name in spec.metrics:
-        if name == "f_sim":
-            if spec.embedding is None:
-                missing[name] = "no embedding is named: give --embedding timm:NAME@FILE, a network and its weights"
-                continue
-            learned[name] = load_embedding(spec.embedding, device)
-        net = name.removeprefix("lpips_")
+        if name == "f_sim" and spec.embedding is None:
+            missing[name] = "no embedding is named: give --embedding timm:NAME@FILE, a network and its weights"
+            continue
         try:
-            if net != name:
-                learned[name] = load_lpips(net, weights, device)
-            score(black, black, [name], learned)
+            own = learned_metric(name, weights, spec.embedding, device)
         except LpipsUnavailable as error:
             if weights is not None:
                 raise
             missing[name] = str(error)
+            continue
+        learned |= {} if own is None else {name: own}
+        try:
+            score(black, black, [name], learned)
         except PrivlabError as error:
-            if net != name and name not in learned:
-                raise  # a file that does not fit is a mistake, not a state of the machine
             missing[name] = str(error)
     if len(missing) == len(spec.metrics):
         reasons = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in missing.items())
         raise PrivlabError(f"None of the metrics that are asked for can be computed here. {reasons}.")
     return learned, missing
+
+
+def learned_metric(name: str, weights: Path | None, embedding: str | None, device: torch.device) -> Learned | None:
+    """Return a metric with trained weights by its name; None for another one, and for F-SIM without an embedding.
+
+    Args:
+        name: the name of the metric.
+        weights: a file or folder of LPIPS backbones; None for those that are found.
+        embedding: the file of the embedding that F-SIM compares.
+        device: where the metric computes.
+
+    Raises:
+        PrivlabError: if there are no weights (`LpipsUnavailable`), or a file does not fit.
+    """
+    if name.startswith("lpips_"):
+        return load_lpips(name.removeprefix("lpips_"), weights, device)
+    return load_embedding(embedding, device) if name == "f_sim" and embedding is not None else None

@@ -8,9 +8,8 @@ from typing import Any, cast
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
-from privlab.evaluation.names import EFFORTS, WORST_CASE, check_names
-from privlab.images import check_choice
-from privlab.metrics import METRICS
+from privlab.evaluation.names import EFFORTS, WORST_CASE, check_names, check_stated, client_options
+from privlab.images import check_bit_depth, check_choice
 from privlab.metrics.names import LPIPS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
 from privlab.release import contradictions
@@ -30,16 +29,6 @@ from privlab.threat import (
     defense_declarations,
 )
 from privlab.victims import Victim
-
-__all__ = [
-    "Specification",
-    "admissions",
-    "attack_of",
-    "default_attacks",
-    "defense_of",
-    "part_of",
-    "reassembly_of",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +56,7 @@ class Specification:
     manifest: str | None = None
     split: str | None = None
     labels: str | None = None
+    bit_depth: int | None = None
     metrics: tuple[str, ...] = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "correlation", "gms_affine", "ssim", "ssim_skimage"),
         LPIPS,
@@ -94,11 +84,6 @@ class Specification:
         """Check every name against what is installed."""
         if self.attacks == (WORST_CASE,):
             object.__setattr__(self, "attacks", None)
-        if WORST_CASE in (self.attacks or ()):
-            raise PrivlabError(
-                f"'{WORST_CASE}' is every attack that can run and need not be named, and stands alone. "
-                f"Found {','.join(self.attacks or ())}."
-            )
         for kind, names in (
             ("setting", self.settings),
             ("attack", self.attacks or ()),
@@ -107,22 +92,19 @@ class Specification:
             ("release", (self.release,)),
             ("block", (self.block,)),
             ("client", () if self.client is None else (self.client,)),
+            ("reassembly", (self.reassembly,)),
+            ("metric", self.metrics),
         ):
             check_names(kind, names)
-        check_name("reassembly", self.reassembly, REASSEMBLIES)
-        for name in self.metrics:
-            check_name("metric", name, [*METRICS, LPIPS])
         for kind in ("models", "settings", "attacks", "metrics", "images", "public"):
             if getattr(self, kind) == ():
                 raise PrivlabError(f"At least one of {kind} is needed. Found none.")
-        if self.force and self.block == "auto":
-            raise PrivlabError("force runs attacks on a block that is named. Found block auto: give stock or april.")
-        if not 0 <= self.seed < 2**63:
-            raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {self.seed}.")
+        check_stated(vars(self))
         for name in ("client_batch", "gradient_batch", "public_limit", "draws"):
             if getattr(self, name) < 1:
                 raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
         check_choice(self.limit, self.every, self.offset, self.manifest)
+        check_bit_depth(self.bit_depth)
         Mjp(**_jigsaw_options(self, Mjp))
         self._check_client()
         self._check_options()
@@ -141,7 +123,7 @@ class Specification:
         if self.cut_layer:
             return True
         kinds = [installed_attacks()[name] for name in self.attacks or ()]
-        return self._defends_features or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
+        return "features" in self._acts_on or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
 
     @property
     def released(self) -> str:
@@ -160,9 +142,9 @@ class Specification:
         if self.client is None:
             return None
         given = asdict(CLIENT_PRESETS[self.client]) if self.client in CLIENT_PRESETS else {"optimiser": self.client}
-        keys = {option.partition("=")[0].strip().removeprefix("client.") for option in self.client_options}
+        keys = {option.partition("=")[0].strip().removeprefix("client.") for option in client_options(self.options)}
         given = {key: value for key, value in given.items() if key not in _LENGTHS or not keys & _LENGTHS}
-        return configure(Client, self.client_options, given)
+        return configure(Client, client_options(self.options), given)
 
     @property
     def together(self) -> int | None:
@@ -173,25 +155,22 @@ class Specification:
         return images if images > 1 else None
 
     @property
-    def _acts_on(self) -> set[str]:
-        return {acts_on(defenses()[name]) for name in self.parts if name in defenses()}
-
-    @property
-    def _defends_features(self) -> bool:
-        return "features" in self._acts_on
+    def _acts_on(self) -> dict[str, str]:
+        """Return the first defense that acts on images, on features and on gradients, where one does."""
+        named = [name for name in reversed(self.parts) if name in defenses()]
+        return {acts_on(defenses()[name]): name for name in named}
 
     @property
     def defends_gradients(self) -> bool:
         """Return whether a defense acts on released gradients; in setting a no defense is at work."""
-        acts = "gradients" in self._acts_on
-        return acts and any(setting != "a" for setting in self.settings)
+        return "gradients" in self._acts_on and any(setting != "a" for setting in self.settings)
 
     def _check_options(self) -> None:
         """Check that every option of --set is one of an attack or a defense that this run may use."""
         parts = [defenses()[name] for name in self.parts if name != "auto"] or [Mjp]
         named = {name: installed_attacks()[name] for name in self.attacks or ()}
         read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
-        own = {*self.reassembly_options, *(self.client_options if self.client is not None else ())}
+        own = {*self.reassembly_options, *(client_options(self.options) if self.client is not None else ())}
         others = [option for option in self.options if option not in own]
         read_options(others, [*parts, *(named or default_attacks(self.effort)).values()])
         for kind in parts:  # also in setting a, which does not use them
@@ -202,57 +181,33 @@ class Specification:
         """Return the options of the re-assembly: those that start with its name."""
         return [option for option in self.options if option.strip().startswith(f"{self.reassembly}.")]
 
-    @property
-    def client_options(self) -> list[str]:
-        """Return the options of the client: those that start with "client."."""
-        return [option for option in self.options if option.strip().startswith("client.")]
-
     def _check_client(self) -> None:
-        """Check that an update is released exactly where there is a client, by itself; defenses act on it alone."""
+        """Check that what a client sets is public, and that its defenses act on its update."""
         if self.client is None:
-            if self.release == "update" or self.client_options:
-                found = "release 'update'" if self.release == "update" else self.client_options[0].strip()
-                raise PrivlabError(f"An update is that of a client. Found {found} and no client: give --client sgd.")
             return
-        for option in self.client_options:
-            name, _, value = (part.strip() for part in option.partition("="))
-            if value in ("unknown", "private"):
-                known = [o for o in self.client_options if o.partition("=")[2].strip() not in ("unknown", "private")]
-                optimiser = cast(Client, replace(self, options=tuple(known)).local_training).optimiser
-                raise PrivlabError(
-                    f"What a client sets is public here: an attack knows it. Found {name}={value}: "
-                    f"{_of_unknown(name, optimiser)}."
-                )
-        read_options(self.client_options, [Client])
-        if self.release not in ("auto", "update"):
-            raise PrivlabError(f"A client releases its update. Found --release {self.release}: leave it out.")
-        if self.gradient_batch > 1:
+        stated = {option: [part.strip() for part in option.partition("=")] for option in client_options(self.options)}
+        hidden = {option: part for option, part in stated.items() if part[2] in ("unknown", "private")}
+        for name, _, value in hidden.values():
+            known = tuple(option for option in stated if option not in hidden)
+            optimiser = cast(Client, replace(self, options=known).local_training).optimiser
             raise PrivlabError(
-                f"gradient_batch is of released gradients. Found {self.gradient_batch}, and a client: "
-                f"use --set client.images={self.gradient_batch}."
+                f"What a client sets is public here: an attack knows it. Found {name}={value}: "
+                f"{_of_unknown(name, optimiser)}."
             )
-        if self._defends_features:
+        if "features" in self._acts_on:
             raise PrivlabError(
                 f"Defense '{self.defense}' acts on features, which a client that trains does not send. Leave it out, "
                 "or take one of images, which acts in each step, or of gradients, which acts on the update."
             )
-        if self.local_training is not None:
-            of_gradients = [
-                name for name in self.parts if name in defenses() and acts_on(defenses()[name]) == "gradients"
-            ]
-            self.local_training.check_filters(of_gradients)
-        parts = [part_of(name, self) for name in self.parts if name in defenses()]
-        if keyed := [part.name for part in parts if defense_declarations(part).per == "model"]:
-            raise PrivlabError(
-                f"Defense '{keyed[0]}' has one key for all images of a client, and is not defined for updates. Leave "
-                "it out, or release gradients."
-            )
-        if "b" in self.settings:
-            raise PrivlabError(
-                f"Setting b compares with the image that is fed, and a defense feeds another one in each step of a "
-                f"client. Found setting {','.join(self.settings)} and an update: take a or c."
-            )
-        assert self.local_training is not None  # its settings are checked where they are read
+        named = [name for name in self.parts if name in defenses()]
+        filters = [name for name in named if acts_on(defenses()[name]) == "gradients"]
+        cast(Client, self.local_training).check_filters(filters)
+        for name in named:
+            if defense_declarations(part_of(name, self)).per == "model":
+                raise PrivlabError(
+                    f"Defense '{name}' has one key for all images of a client, and is not defined for updates. Leave "
+                    "it out, or release gradients."
+                )
 
     def _check_release(self) -> None:
         if self.cut_layer < 0:
@@ -269,31 +224,27 @@ class Specification:
                 f"gradient_batch is of released gradients. Found {self.gradient_batch}, and features released: "
                 "use client_batch."
             )
-        if not self.features_released and self._defends_features:
+        if not self.features_released and "features" in self._acts_on:
             raise PrivlabError(f"Defense '{self.defense}' acts on features. Found --release gradients: use features.")
-        for name in self.parts if self.features_released else ():
-            if name in defenses() and acts_on(defenses()[name]) == "gradients":
-                raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
+        if self.features_released and (name := self._acts_on.get("gradients")) is not None:
+            raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
 
 
-_LENGTHS = {"steps", "epochs"}
-"""The settings of a client that say how long a round is, each in its own unit."""
+_LENGTHS = {"steps", "epochs"}  # the settings of a client that say how long a round is, each in its own unit
 
 
 def _of_unknown(name: str, optimiser: str) -> str:
     """Return what to do where a server does not know a setting of a client that trains by this optimiser."""
     if name == "client.weight_decay" and optimiser == "sgd":
         return (
-            "with --update leave it out, and give --attack patch-update --set patch-update.decay=fitted; without, "
-            "state what the client trains with, which that attack does not read"
+            "with --update leave it out, and it is fitted; without, state what the client trains with, which "
+            "patch-update does not read with --set patch-update.decay=fitted"
         )
     if name == "client.weight_decay":
         default = " (torch's default is 0.01)" if optimiser == "adamw" else ""
         return f"no attack fits the decay of {optimiser}, so state the likeliest{default}"
     if name == "client.lr":
-        return (
-            "state the likeliest rate; an audit of one image by --update refuses one that cannot be, and names another"
-        )
+        return "state the likeliest rate; an audit of one image by --update fits another where that cannot be"
     return "state the likeliest value; an audit of one image and SGD by --update says if no image explains it"
 
 
@@ -374,9 +325,6 @@ def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
 def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
     """Return the attacks that run without being named; breaching's searches, which take hours, must be named.
 
-    Args:
-        effort: one of `EFFORTS`: that of the run.
-
     Raises:
         PrivlabError: if an attack declares an effort that there is not.
     """
@@ -391,10 +339,6 @@ def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
 
 def attack_of(name: str, spec: Specification) -> Attack | FeatureAttack:
     """Return an attack with its options, by its name; at full effort its larger defaults hold.
-
-    Args:
-        name: of an installed attack.
-        spec: states the options and the effort.
 
     Raises:
         PrivlabError: if an option does not fit the attack.

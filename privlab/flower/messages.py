@@ -10,9 +10,7 @@ from flwr.common.constant import ErrorCode
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.release.capture import capture_update
-
-__all__ = ["LOG", "is_training", "record", "refusal", "round_of", "weights_of"]
+from privlab.release.capture import capture_next, numbered
 
 LOG = logging.getLogger("flwr")
 """Flower's own logger, so that lines stand among Flower's."""
@@ -64,7 +62,8 @@ def weights_of(message: Message, sender: str, names: Collection[str] | None = No
 def record(before: Message, after: Message, folder: Path, round_: int | None, node: int) -> None:
     """Record an update in `folder/round-R/node-N`, as `privlab attack --update` reads it.
 
-    What cannot be recorded is logged in one line, and disturbs no training.
+    Beside an earlier record, of another federation, the folder is `node-N-2`, and so on. What cannot be recorded is
+    logged in one line, and disturbs no training.
 
     Args:
         before: what the server sent.
@@ -75,7 +74,7 @@ def record(before: Message, after: Message, folder: Path, round_: int | None, no
     """
     place = folder / (f"message-{before.metadata.message_id}" if round_ is None else f"round-{round_}") / f"node-{node}"
     try:
-        capture_update(weights_of(before, "server"), weights_of(after, "client"), place)
+        capture_next(weights_of(before, "server"), weights_of(after, "client"), numbered(place))
     except PrivlabError as error:
         LOG.warning("privlab: round %s, node %s: no update recorded. %s", round_, node, error)
 

@@ -17,8 +17,6 @@ from privlab.runs.own_update import LEAKS, OwnUpdateAudit, write_line
 from privlab.threat import Client
 from privlab.victims import victim
 
-__all__ = ["AuditMod", "RecordMod"]
-
 
 class RecordMod:
     """Record what a client receives and returns in each round, as files that `privlab attack --update` audits.

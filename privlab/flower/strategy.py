@@ -9,8 +9,6 @@ from flwr.serverapp.strategy import Strategy
 
 from privlab.flower.messages import record
 
-__all__ = ["RecordingStrategy"]
-
 
 class RecordingStrategy(Strategy):
     """Record the update of each client, and leave everything else to another strategy.

@@ -11,24 +11,12 @@ from typing import Any
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, parse_toml, read_text, unknown_name
 from privlab.evaluation import Specification
+from privlab.evaluation.lpips_choice import choose_lpips, named_lpips
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 from privlab.metrics.names import LPIPS
 from privlab.threat import Client
 
-__all__ = [
-    "CHOICE",
-    "FIGURES",
-    "KNOWN",
-    "Case",
-    "Experiment",
-    "Figure",
-    "Layout",
-    "beside",
-    "papers_attack",
-    "read_experiment",
-]
-
-KNOWN = METRICS | PLACEMENT
+KNOWN = {**METRICS, **PLACEMENT}
 """The metrics that may be a column of a table or an axis of a figure."""
 
 FIGURES: dict[str, str] = {
@@ -74,7 +62,7 @@ class Layout:
     """How the table looks.
 
     `columns` are metrics, `decimals` override theirs, `bold` sets the leakiest figure of each column and group in bold,
-    and `interval` is the share of the confidence intervals, by bootstrap over the images.
+    and `interval` is the level of the confidence intervals, by Student's t over the images.
     """
 
     columns: tuple[str, ...] = ("mse", "fft2d_mjp", "psnr", "ssim", LPIPS)
@@ -106,6 +94,38 @@ class Experiment:
     layout: Layout
     figures: tuple[Figure, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
+
+
+def name_lpips(experiment: Experiment, begun: Mapping[str, Any]) -> tuple[Experiment, str | None]:
+    """Return an experiment without the name "lpips", and a warning where the metric in its place is not AlexNet's.
+
+    One metric takes its place everywhere, so that cases can be compared. Where no case asks for "lpips", its column is
+    that of the metric which the cases name, AlexNet's if they name several or none.
+
+    Raises:
+        LpipsUnavailable: if a case names a place of the backbones that holds none.
+    """
+    runs = [spec for case in experiment.cases for spec in case.runs]
+    metrics = {name for spec in runs for name in spec.metrics}
+    warning = None
+    if LPIPS in metrics:
+        asked = (spec.lpips_weights for spec in runs if LPIPS in spec.metrics)
+        metric, warning = choose_lpips(asked, begun)
+    else:
+        measured = [name for name in ("lpips_alex", "lpips_squeeze", "lpips_vgg") if name in metrics]
+        metric = (*measured, "lpips_alex")[0]
+    layout = experiment.layout
+    cases = tuple(
+        replace(case, runs=tuple(replace(spec, metrics=named_lpips(spec.metrics, metric)) for spec in case.runs))
+        for case in experiment.cases
+    )
+    figures = tuple(
+        replace(figure, y=named_lpips([figure.y], metric)[0], x=figure.x and named_lpips([figure.x], metric)[0])
+        for figure in experiment.figures
+    )
+    decimals = {named_lpips([name], metric)[0]: places for name, places in layout.decimals.items()}
+    layout = replace(layout, columns=named_lpips(layout.columns, metric), decimals=decimals)
+    return replace(experiment, cases=cases, layout=layout, figures=figures), warning
 
 
 def papers_attack(attacks: Iterable[str]) -> str | None:

@@ -4,69 +4,28 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, core_count
+from privlab.grids.engine import Engine
 from privlab.grids.tasks import Result, Task, run_task
-
-__all__ = ["ENGINES", "IN_PROCESS", "Engine", "run_tasks"]
-
-ENGINES: dict[str, str] = {
-    "local": "this process, or --workers processes of this machine, each with a GPU of its own where there are several",
-    "ray": "a Ray cluster (privlab[ray]): --ray-address, or one started here with --workers processes",
-}
-"""Where the tasks of a grid may run."""
 
 _MOST_FAILURES = 3
 """Deaths of workers in a row, with no task finished in between, or unanswered calls of the head, that end a run."""
 
-_HEARTBEAT = 5.0
-"""Seconds between two checks of a Ray cluster's head, and the longest that it may take to answer."""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Where tasks run; nothing here changes a result.
-
-    `cpus` and `gpus` are what a task reserves on a Ray cluster.
-
-    Raises:
-        PrivlabError: for an unknown engine, or a number out of range.
-    """
-
-    name: str = "local"
-    workers: int = 1
-    address: str | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check name and numbers."""
-        if self.name not in ENGINES:
-            raise unknown_name("engine", self.name, ENGINES)
-        if self.workers < 1:
-            raise PrivlabError(f"--workers must be a positive number. Found {self.workers}.")
-        if not (self.cpus > 0 and self.gpus >= 0):
-            raise PrivlabError(
-                f"--task-cpus must be positive, --task-gpus not negative. Found {self.cpus:g} and {self.gpus:g}."
-            )
-        if self.address is not None and self.name != "ray":
-            raise PrivlabError(f"--ray-address is for --engine ray. Found --engine {self.name}.")
-
-
-IN_PROCESS = Engine()
-"""Runs tasks one after the other, in this process."""
+_HEARTBEAT = 5.0  # seconds between two checks of a Ray cluster's head, and the longest that it may take to answer
 
 
 def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
@@ -97,19 +56,22 @@ def _in_processes(tasks: Sequence[Task], engine: Engine, say: Callable[[str], ob
                 finished.add(number)
                 deaths = 0
                 yield result
-        except BrokenProcessPool:
+        except BrokenProcessPool as error:
             deaths += 1
             if deaths == _MOST_FAILURES:
                 raise PrivlabError(
-                    f"Workers died {deaths} times in a row (killed, or out of memory). Use fewer --workers or a "
-                    "smaller --batch-size; what was finished is kept."
+                    f"Workers died {deaths} times in a row; the last one {error}. What was finished is kept."
                 ) from None
-            say("A worker died: what it had begun is run again.")
+            say(f"A worker died: it {error}. What it had begun is run again.")
         left = [task for number, task in enumerate(left) if number not in finished]
 
 
 def _one_pool(tasks: Sequence[Task], engine: Engine) -> Iterator[tuple[int, Result]]:
-    """Yield (number, result) from one pool of processes, until it is done or breaks."""
+    """Yield (number, result) from one pool of processes, until it is done or breaks.
+
+    Raises:
+        BrokenProcessPool: if a worker dies; it says how, as what follows "the worker".
+    """
     context = multiprocessing.get_context("spawn")
     count = min(engine.workers, len(tasks))
     names = context.SimpleQueue()
@@ -127,12 +89,33 @@ def _one_pool(tasks: Sequence[Task], engine: Engine) -> Iterator[tuple[int, Resu
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
+                try:
+                    result = future.result()
+                except BrokenProcessPool:
+                    raise BrokenProcessPool(_how_it_died((pool._processes or {}).values())) from None
+                yield running.pop(future), result
     finally:
         processes = list((pool._processes or {}).values())
         pool.shutdown(wait=not running, cancel_futures=True)
         for process in processes if running else ():  # an interrupted run does not wait for its workers
             process.kill()
+
+
+def _how_it_died(workers: Iterable[BaseProcess]) -> str:
+    """Return how the first of a pool's workers ended; the pool ends the others by SIGTERM."""
+    codes = []
+    for worker in list(workers):
+        worker.join(_HEARTBEAT)
+        codes.append(worker.exitcode)
+    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), None)
+    if code is None:
+        return "ended for a reason that the system does not tell"
+    if code > 0:
+        return f"ended with exit status {code}, and its standard error says more"
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+    if name == "SIGKILL":
+        return "was killed by SIGKILL: by somebody, or by the system if memory ran out (then use fewer --workers)"
+    return f"was ended by {name}"
 
 
 _DEVICE: list[str] = []
@@ -141,7 +124,7 @@ _DEVICE: list[str] = []
 def _begin(names: Any, workers: int) -> None:  # noqa: ANN401
     """Give a new worker its share of the processor's threads, and its GPU."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    torch.set_num_threads(max(1, core_count() // workers))
     name = names.get()
     gpus = torch.cuda.device_count()
     _DEVICE[:] = [f"cuda:{name % gpus}"] if gpus else []
@@ -173,8 +156,7 @@ def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object])
     started, client = not ray.is_initialized(), (engine.address or "").startswith("ray://")
     try:
         if started:
-            with _elsewhere():
-                ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         remote = ray.remote(num_cpus=engine.cpus, num_gpus=engine.gpus, max_retries=_MOST_FAILURES)(_on_worker)
         waiting, running, head = iter(tasks), [], _Head(None if client else ray.get_runtime_context().gcs_address)
         here = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
@@ -237,17 +219,6 @@ class _Head:
             self.silent += 1
         if self.silent == _MOST_FAILURES:
             raise _HeadLost(f"its head at {self.address} does not answer")
-
-
-@contextlib.contextmanager
-def _elsewhere() -> Iterator[None]:
-    """Leave the current folder: workers import from where Ray was started, and a checkout of privlab is half of it."""
-    here = Path.cwd()
-    os.chdir(tempfile.gettempdir())
-    try:
-        yield
-    finally:
-        os.chdir(here)
 
 
 def _on_worker(task: Task, cpus: float, folder: str) -> Result:

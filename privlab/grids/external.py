@@ -1,7 +1,6 @@
 """Results that were measured elsewhere: scores with a reference, or reconstructions that are scored here."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,31 +9,38 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
+from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
 import privlab
-from privlab.base import PrivlabError, read_toml, unknown_name
-from privlab.evaluation import COLUMNS, CONTROL, GEOMETRIES, SCHEMA, SETTINGS, Record, Specification, cell_key
+from privlab.base import PrivlabError, parse_toml, read_text, unknown_name
+from privlab.evaluation import (
+    COLUMNS,
+    CONTROL,
+    GEOMETRIES,
+    SCHEMA,
+    SETTINGS,
+    Record,
+    Specification,
+    cell_key,
+    learned_metric,
+    score_images,
+)
 from privlab.grids.definition import KNOWN
 from privlab.images import ImageSource, NamedImage, Preprocessing, as_text, open_images, to_png
-from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
-from privlab.stores import RunDirectory, Store, merge_records, part_frame
-
-__all__ = ["add_external", "case_names"]
+from privlab.metrics import METRICS, Learned, LpipsUnavailable
+from privlab.stores import RunDirectory, Store, differs, merge_records, part_frame
 
 _KEYS = ("reference", "case", "attack", "setting", "scores", "reconstructions", "images")
 _NEEDED_KEYS = ("reference", "case", "attack")
 _RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
 _BATCH = 32
-_SCORE_TOLERANCE = 1e-4
-"""Relative difference above which two scores contradict each other; smaller ones are rounding of float32."""
 
 
 def add_external(directory: Path, file: Path) -> int:
@@ -50,8 +56,9 @@ def add_external(directory: Path, file: Path) -> int:
         PrivlabError: for keys, values or names that do not fit, or scores that contradict those in the store.
     """
     run = RunDirectory(directory)
-    stated = _Stated.read(file, _cases_of(directory, run.read_run()))
-    rows = [stated.row(stated.scores)] if stated.scores else list(_scored(stated, run))
+    stated = _Stated.read(file, run)
+    scores = {name: float(value) for name, value in stated.given.get("scores", {}).items()}
+    rows = [stated.row(scores)] if scores else list(_scored(stated, run))
     new = list(_new(rows, run.store))
     run.store.add(pa.Table.from_pylist(new, schema=COLUMNS))
     return len(new)
@@ -68,67 +75,47 @@ def case_names(cases: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Case:
-    """A case of an experiment as `run.json` states it. `missing` names the metrics that could not be computed there."""
-
-    name: str
-    spec: Specification
-    cells: frozenset[str]
-    missing: frozenset[str]
-
-
-def _cases_of(directory: Path, facts: Mapping[str, Any]) -> dict[str, _Case]:
-    if "experiment" not in facts:
-        raise PrivlabError(f"'{directory}' holds no experiment: give a directory that `privlab table` wrote.")
-    found = {}
-    for name, place in case_names(facts["cases"]).items():
-        jobs = facts["cases"][place]["jobs"]
-        given: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in jobs[0]["specification"].items()
-        }
-        spec = Specification(**given)
-        cells = frozenset(cell for job in jobs for cell in job["cells"].values())
-        found[name] = _Case(name, spec, cells, frozenset(facts["missing_metrics"]))
-    return found
-
-
-@dataclass(frozen=True, eq=False)
 class _Stated:
-    """The checked contents of a file."""
+    """The checked contents of a file, and its case as `run.json` states it, with the metrics that can be computed."""
 
     file: Path
-    reference: str
-    case: _Case
-    attack: str
-    setting: str
-    scores: Mapping[str, float]
-    reconstructions: str | None
-    images: str | None
+    given: Mapping[str, Any]
+    spec: Specification
+    cells: frozenset[str]
+    metrics: Sequence[str]
 
     @classmethod
-    def read(cls, file: Path, cases: Mapping[str, _Case]) -> "_Stated":
-        data = read_toml(file, "external result")
+    def read(cls, file: Path, run: RunDirectory) -> "_Stated":
+        facts = run.read_run()
+        if "experiment" not in facts:
+            raise PrivlabError(f"'{run.path}' holds no experiment: give a directory that `privlab table` wrote.")
+        data = parse_toml(read_text(file, "external result"), str(file))
         _check(file, data)
-        if (name := data["case"]) not in cases:
-            raise PrivlabError(f"{file}: {unknown_name('case', name, cases)}")
-        scores = {key: float(value) for key, value in data.get("scores", {}).items()}
-        setting = data.get("setting", cases[name].spec.settings[0])
-        given = (data.get("reconstructions"), data.get("images"))
-        if given[0] is not None and setting == "b":
+        places = case_names(facts["cases"])
+        if (name := data["case"]) not in places:
+            raise PrivlabError(f"{file}: {unknown_name('case', name, places)}")
+        jobs = facts["cases"][places[name]]["jobs"]
+        stated: dict[str, Any] = dict(jobs[0]["specification"])
+        stated = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
+        spec = Specification(**stated)
+        data.setdefault("setting", spec.settings[0])
+        if "reconstructions" in data and data["setting"] == "b":
             raise PrivlabError(
                 f"{file}: setting b is scored against the shuffled image, which nobody else has. Give its [scores]."
             )
-        return cls(file, data["reference"], cases[name], data["attack"], setting, scores, *given)
+        cells = frozenset(cell for job in jobs for cell in job["cells"].values())
+        metrics = [name for name in spec.metrics if name not in facts["missing_metrics"]]
+        return cls(file, data, spec, cells, metrics)
 
     def row(self, scores: Mapping[str, float | None], **more: Any) -> Record:  # noqa: ANN401
         """Return a record; weights, labels and devices of results from elsewhere are not known, and stay null."""
-        spec = self.case.spec
+        spec, given = self.spec, self.given
         row = {
             "victim": spec.models[0],
             "release": spec.released,
             "cut_layer": spec.cut_layer if spec.features_released else None,
-            "setting": self.setting,
-            "attack": self.attack,
+            "setting": given["setting"],
+            "attack": given["attack"],
             "geometry": GEOMETRIES[0],
             "image": "",
             "image_sha256": "",
@@ -136,8 +123,8 @@ class _Stated:
             "draw": 0,
             "status": "ok",
             "metrics": " ".join(sorted(scores)),
-            "conditions": json.dumps({"case": self.case.name}, ensure_ascii=False),
-            "external": self.reference,
+            "conditions": json.dumps({"case": given["case"]}, ensure_ascii=False),
+            "external": given["reference"],
             "schema": SCHEMA,
             "privlab_version": privlab.__version__,
         }
@@ -185,11 +172,9 @@ def _check_score(file: Path, name: str, value: object) -> None:
 
 def _scored(stated: _Stated, run: RunDirectory) -> Iterator[Record]:
     """Yield a record for each private image and each reconstruction: scored, or failed with its reason."""
-    assert stated.reconstructions is not None
-    assert stated.images is not None
-    folder = stated.file.parent
-    images = stated.images if stated.images == "samples" else folder / stated.images
-    theirs, private = _Folder.open(folder / stated.reconstructions), _Folder.open(images)
+    folder, images = stated.file.parent, stated.given["images"]
+    theirs = _Folder.open(folder / stated.given["reconstructions"])
+    private = _Folder.open(images if images == "samples" else folder / images)
     scorer = _Scorer(stated, run)
     both = [stem for stem in private.places if stem in theirs.places]
     if not both:
@@ -235,28 +220,26 @@ class _Scorer:
 
     def __call__(self, pairs: Sequence[tuple[NamedImage, NamedImage]]) -> Iterator[Record]:
         height, width = self.preprocessing.size
-        fine = []
+        fine: list[tuple[NamedImage, Tensor, Tensor]] = []
         for private, theirs in pairs:
             if (problem := private.problem or theirs.problem) is not None:
                 yield self.failed(private, problem)
             elif theirs.pixels is not None and theirs.pixels.size != (width, height):
                 found = f"{theirs.pixels.width}×{theirs.pixels.height}"
                 yield self.failed(private, f"The reconstruction has {found} pixels; the victim takes {width}×{height}.")
-            else:
-                fine.append((private, theirs))
+            elif private.pixels is not None and theirs.pixels is not None:
+                fine.append((private, self.preprocessing(private.pixels), to_tensor(theirs.pixels)))
         if not fine:
             return
-        ours = torch.stack([self.preprocessing(private.pixels) for private, _ in fine if private.pixels])
-        reconstruction = torch.stack([to_tensor(theirs.pixels) for _, theirs in fine])
-        scores = {
-            name: values.tolist() for name, values in score(reconstruction, ours, self.metrics, self.learned).items()
-        }
-        for i, (private, _) in enumerate(fine):
-            values = {name: None if math.isnan(of_all[i]) else of_all[i] for name, of_all in scores.items()}
-            row = self.stated.row(values, **self._of(private))
+        named, ours, reconstructions = zip(*fine, strict=True)
+        scores = score_images(torch.stack(reconstructions), torch.stack(ours), self.metrics, self.learned)
+        wrong = scores.pop("levels_wrong")
+        for i, private in enumerate(named):
+            own = {name: values[i] for name, values in scores.items()}
+            row = self.stated.row(own, levels_wrong=wrong[i], **self._of(private))
             folder = f"pictures/{private.sha256[:16]}"
             if (self.run.path / folder).is_dir():
-                self.run.write_file(f"{folder}/{row['cell']}.png", to_png(reconstruction[i]))
+                self.run.write_file(f"{folder}/{row['cell']}.png", to_png(reconstructions[i]))
             yield row
 
     def failed(self, image: NamedImage, reason: str) -> Record:
@@ -269,10 +252,10 @@ class _Scorer:
     def params(self) -> str:
         """Return what the records of the case say of its victim."""
         table = self.run.store.read(["cell", "victim_params"])
-        own = table.filter(pc.field("cell").cast(pa.string()).isin(sorted(self.stated.case.cells)))
+        own = table.filter(pc.field("cell").cast(pa.string()).isin(sorted(self.stated.cells)))
         if not len(own):
             raise PrivlabError(
-                f"{self.stated.file}: case '{self.stated.case.name}' has no records yet, which say how large its "
+                f"{self.stated.file}: case '{self.stated.given['case']}' has no records yet, which say how large its "
                 "images are. Run `privlab table` first."
             )
         return own["victim_params"][0].as_py()
@@ -294,23 +277,16 @@ class _Scorer:
     @cached_property
     def learned(self) -> dict[str, Learned]:
         """Load those of the case's metrics with trained weights whose weights are on this machine."""
-        spec, found = self.stated.case.spec, {}
+        spec, found = self.stated.spec, {}
         weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
-        for name in self._wanted:
+        for name in self.stated.metrics:
             with suppress(LpipsUnavailable):
-                if name.startswith("lpips_"):
-                    found[name] = load_lpips(name.removeprefix("lpips_"), weights)
-                elif name == "f_sim" and spec.embedding is not None:
-                    found[name] = load_embedding(spec.embedding, torch.device("cpu"))
-        return found
+                found[name] = learned_metric(name, weights, spec.embedding, torch.device("cpu"))
+        return {name: metric for name, metric in found.items() if metric is not None}
 
     @cached_property
     def metrics(self) -> list[str]:
-        return [name for name in self._wanted if METRICS[name].function is not None or name in self.learned]
-
-    @property
-    def _wanted(self) -> list[str]:
-        return [name for name in self.stated.case.spec.metrics if name not in self.stated.case.missing]
+        return [name for name in self.stated.metrics if METRICS[name].function is not None or name in self.learned]
 
 
 def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
@@ -321,10 +297,7 @@ def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
     """
     table = store.read([*_COMPARED, *KNOWN])
     there = merge_records(part_frame(table.filter(pc.field("external").is_valid())))
-    image = there.image_sha256.where(there.image_sha256 != "", there.image)
-    found: dict[tuple[str, str], dict[str, Any]] = dict(
-        zip(zip(there.cell, image, strict=True), there.to_dict("records"), strict=True)
-    )
+    found = {(old["cell"], old["image_sha256"] or old["image"]): old for old in there.to_dict("records")}
     for row in rows:
         old = found.get((row["cell"], row["image_sha256"] or row["image"]))
         if old is None or (old["status"] != "ok" and row["status"] == "ok"):
@@ -338,11 +311,10 @@ def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
 
 
 def _check_same(row: Record, name: str, old: float) -> None:
-    new = row[name]
-    if new is None or pd.isna(old) or new == old or abs(new - old) <= _SCORE_TOLERANCE * max(abs(old), 1e-3):
+    if row[name] is None or not differs(old, row[name]):
         return
     of = f" of {row['image']}" if row["image"] else ""
     raise PrivlabError(
-        f"{row['attack']} ({row['external']}): {name}{of} is {old:g} in the store. Found {new:g}: give a reference of "
-        "its own."
+        f"{row['attack']} ({row['external']}): {name}{of} is {old:g} in the store. Found {row[name]:g}: give a "
+        "reference of its own."
     )

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,40 +14,13 @@ import torch
 from privlab.base import PrivlabError, commit, hardware, pick_device, versions
 from privlab.evaluation import CONTROLS
 from privlab.grids.definition import Experiment
-from privlab.grids.engines import Engine, run_tasks
-from privlab.grids.plan import Grid, Share, lay_out, missing
+from privlab.grids.engines import run_tasks
+from privlab.grids.plan import Grid, Options, lay_out, missing
 from privlab.grids.tasks import Result, Task, joined, run_task
-from privlab.stores import RunDirectory, Store
-
-__all__ = ["Options", "TaskProgress", "costs", "fill", "lacking", "machine_facts", "prepare", "told"]
+from privlab.stores import RunDirectory
 
 TaskProgress = Callable[[int, int, Result | None], None]
 """It is called with (images done, images in all, last result)."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options that change the speed of a run, or what it keeps, but none of its results.
-
-    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images, and strips of the first
-    `strips`. `keep` says whether reconstructions are kept, so that metrics that are added later can be scored.
-    """
-
-    engine: Engine = field(default_factory=Engine)
-    device: str = "auto"
-    batch_size: int | None = None
-    chunk: int = 16
-    pictures: int = 100
-    strips: int = 0
-    keep: bool = False
-    share: Share = field(default_factory=Share)
-    retry_failed: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name in ("chunk", "batch_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise PrivlabError(f"--{name.replace('_', '-')} must be a positive number. Found {value}.")
 
 
 def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid, list[Task]]:
@@ -62,52 +35,7 @@ def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid,
         PrivlabError: if a part of the experiment does not exist or does not fit.
     """
     grid = lay_out(experiment, pick_device(options.device), begun=RunDirectory(path).begun())
-    return grid, lacking(grid, path, options)
-
-
-def lacking(grid: Grid, path: Path | None, options: Options) -> list[Task]:
-    """Return the tasks of what the store at `path` lacks of a grid; the directory need not exist yet.
-
-    Args:
-        grid: the experiment, as `lay_out` returns it.
-        path: the run directory; None for no store.
-        options: the device, the size of a task, the share of this machine, and what is kept.
-    """
-    return missing(
-        grid,
-        None if path is None or not any(path.glob("records/*")) else Store(path),  # reading none imports pandas
-        size=options.chunk,
-        share=options.share,
-        retry_failed=options.retry_failed,
-        device=options.device,
-        batch_size=options.batch_size,
-        pictures=options.pictures,
-        strips=options.strips,
-        keep=options.keep,
-    )
-
-
-def estimate(tasks: Sequence[Task]) -> dict[tuple[object, ...], float]:
-    """Return the seconds that an image takes on this machine in each kind of task.
-
-    They are measured on one image, or one client's batch, of each kind, in the second of two runs: the first one loads
-    the victim.
-    """
-    seconds: dict[tuple[object, ...], float] = {}
-    for task in tasks:
-        if (kind := kind_of(task)) not in seconds:
-            count = task.spec.together or 1
-            one = replace(task, images=task.images[:count])
-            run_task(one)  # loads the victim
-            seconds[kind] = run_task(one).seconds / len(one.images)
-    return seconds
-
-
-def kind_of(task: Task) -> tuple[object, ...]:
-    """Return what decides how long a task takes."""
-    spec = task.spec
-    how = (spec.img_size, spec.features_released, spec.gradient_batch, spec.local_training, spec.block)
-    return spec.models, *how, task.attacks, task.metrics, bool(task.kept)
+    return grid, missing(grid, path, options)
 
 
 def fill(
@@ -143,7 +71,7 @@ def fill(
     manifests = grid.manifests(run.path)
     messages, facts = list(grid.messages), {**stated, **grid.facts()}
     earlier = run.begun()
-    known = _as_json(facts)
+    known = json.loads(json.dumps(facts))
     if earlier and any(earlier.get(name) != known.get(name) for name in ("specification", "victims")):
         table = "holds a run of privlab attack. Give another --out."
         attack = "holds another run. Use --overwrite, or another --out."
@@ -186,20 +114,11 @@ def told(results: Iterable[Result], tasks: Sequence[Task], progress: TaskProgres
         progress(done, total, result)
 
 
-def _as_json(value: object) -> Any:  # noqa: ANN401
-    return json.loads(json.dumps(value))
-
-
 def machine_facts(command: str | None, device: torch.device) -> dict[str, Any]:
-    """Return what `run.json` states of the command, the program, the machine and the time.
-
-    Args:
-        command: the command line; None where there is none.
-        device: the device on which attacks run.
-    """
+    """Return what `run.json` states of the command, the program, the machine and the time."""
     return ({} if command is None else {"command": command}) | {
         "privlab": versions()["privlab"],
-        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "hardware": hardware(device),
         "commit": commit(),
@@ -215,21 +134,35 @@ def costs(grid: Grid, tasks: Sequence[Task], *, measure: bool = False) -> list[d
         measure: whether to run a first release (one image, or one client's batch) of each kind of task, and to
             extrapolate the seconds that the rest takes; without it they are None.
     """
-    seconds = estimate(tasks) if measure else None
+    seconds: dict[tuple[object, ...], float] = {}
+    for task in tasks if measure else ():
+        if (kind := _kind_of(task)) not in seconds:
+            one = replace(task, images=task.images[: task.spec.together or 1])
+            run_task(one)  # loads the victim
+            seconds[kind] = run_task(one).seconds / len(one.images)
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(grid.experiment.cases):
-        jobs = [job for job in grid.jobs if job.case == number]
+        job = next(job for job in grid.jobs if job.case == number)
         own = [task for task in tasks if task.case == number]
         waiting = {image for task in own for image in task.images}
         rows.append(
             {
                 "group": case.group,
                 "label": case.label,
-                "attacks": [name for name in jobs[0].cells if name not in CONTROLS],
-                "refused": dict(jobs[0].refused),
-                "images": len(jobs[0].images),
-                "done": len(jobs[0].images) - len(waiting),
-                "seconds": seconds and round(sum(seconds[kind_of(task)] * len(task.images) for task in own), 1),
+                "attacks": [name for name in job.cells if name not in CONTROLS],
+                "refused": dict(job.refused),
+                "images": len(job.images),
+                "done": len(job.images) - len(waiting),
+                "seconds": round(sum(seconds[_kind_of(task)] * len(task.images) for task in own), 1)
+                if measure
+                else None,
             }
         )
     return rows
+
+
+def _kind_of(task: Task) -> tuple[object, ...]:
+    """Return what decides how long a task takes."""
+    spec = task.spec
+    how = (spec.img_size, spec.features_released, spec.gradient_batch, spec.local_training, spec.block)
+    return spec.models, *how, task.attacks, task.metrics, bool(task.kept)

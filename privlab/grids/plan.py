@@ -3,40 +3,41 @@
 This is where a killed run goes on: what it has is read from its records, and `missing` plans the rest.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from safetensors import SafetensorError, safe_open
 
-from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
+from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation import CONTROLS, Specification, batch_key, source_of, subject_of
 from privlab.evaluation.setup import learned_for
-from privlab.grids.definition import Experiment
-from privlab.grids.lpips_columns import name_lpips
+from privlab.grids.definition import Experiment, name_lpips
+from privlab.grids.engine import Engine
 from privlab.grids.tasks import Reference, Task, references
 from privlab.images import ImageSource, to_csv
 from privlab.metrics import Embedding, Learned, Lpips
-from privlab.stores import Store
+from privlab.stores import Store, part_frame
 from privlab.threat import attack_declarations
 from privlab.victims import Victim
 
-__all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
+if TYPE_CHECKING:
+    import pandas as pd  # only a run that goes on needs it
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """One specification of a case in one setting, with the key of the cell of each attack and control, and its images.
 
-    `metrics` are those that can be computed here; `batches` names the client's batch of each image, where images are
-    released together. `one_key` names the attacks that read the releases of all images as one.
+    `metrics` are those that can be computed here. `one_key` names the attacks that read the releases of all images as
+    one.
     """
 
     case: int
@@ -46,9 +47,17 @@ class Job:
     cells: Mapping[str, str]
     refused: Mapping[str, str]
     images: tuple[Reference, ...]
-    batches: tuple[str, ...] | None
     metrics: tuple[str, ...]
     one_key: frozenset[str] = frozenset()
+
+    @cached_property
+    def batches(self) -> tuple[str, ...] | None:
+        """Return the key of the client's batch of each image; None where images are not released together."""
+        if (size := self.spec.together) is None:
+            return None
+        chunks = [self.images[i : i + size] for i in range(0, len(self.images), size)]
+        keys = [batch_key(image.sha256 for image in chunk) for chunk in chunks]
+        return tuple(keys[place // size] for place in range(len(self.images)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +78,7 @@ class Grid:
 
     @cached_property
     def image_lists(self) -> dict[tuple[Reference, ...], str]:
-        """Return the name of each list of images: cases may have different ones."""
+        """Return the name of each list of images; cases may have different ones."""
         return {images: str(i) for i, images in enumerate(dict.fromkeys(job.images for job in self.jobs))}
 
     def manifests(self, path: Path) -> dict[str, str]:
@@ -86,49 +95,45 @@ class Grid:
             given = None if job.spec.manifest is None else Path(job.spec.manifest).resolve()
             if given is not None and given.parent == path.resolve() and given.name != names[job.images]:
                 raise PrivlabError(f"'{job.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
-        return {name: to_csv(image.named for image in images) for images, name in names.items()}
+        return {name: to_csv(images) for images, name in names.items()}
 
     def facts(self) -> dict[str, Any]:
         """Return what `run.json` states of the experiment, from which its tables are rebuilt."""
-        experiment, by_case = self.experiment, groupby(self.jobs, key=lambda job: job.case)
-        lists = self.image_lists
-        cases = [
-            {
-                "label": case.label,
-                "group": case.group,
-                "options": dict(case.options),
-                "published": dict(case.published),
-                "refused": dict(jobs[0].refused),
-                "jobs": [
-                    {
-                        "specification": asdict(replace(job.spec, settings=(job.setting,))),
-                        "cells": dict(job.cells),
-                        "images": lists[job.images],
-                    }
-                    for job in jobs
-                ],
-            }
-            for case, jobs in zip(experiment.cases, (list(jobs) for _, jobs in by_case), strict=True)
-        ]
+        lists, by_case = self.image_lists, groupby(self.jobs, key=lambda job: job.case)
+        experiment = asdict(replace(self.experiment, cases=()))
+        del experiment["cases"]
+        cases: list[dict[str, Any]] = []
+        for case, (_, of_case) in zip(self.experiment.cases, by_case, strict=True):
+            jobs = list(of_case)
+            cases.append(
+                {
+                    "label": case.label,
+                    "group": case.group,
+                    "options": dict(case.options),
+                    "published": dict(case.published),
+                    "refused": dict(jobs[0].refused),
+                    "jobs": [
+                        {
+                            "specification": asdict(replace(job.spec, settings=(job.setting,))),
+                            "cells": dict(job.cells),
+                            "images": lists[job.images],
+                        }
+                        for job in jobs
+                    ],
+                }
+            )
+        keys = {name: [image.sha256 or image.name for image in images] for images, name in lists.items()}
         return {
-            "experiment": {
-                "name": experiment.name,
-                "title": experiment.title,
-                "source": experiment.source,
-                "conditions": dict(experiment.conditions),
-                "layout": asdict(experiment.layout),
-                "figures": [asdict(figure) for figure in experiment.figures],
-            },
+            "experiment": experiment,
             "cases": cases,
-            "image_lists": {name: [image.sha256 or image.name for image in images] for images, name in lists.items()},
+            "image_lists": keys,
             "members": {
-                name: {image.sha256 or image.name: image.member for image in images if image.member is not None}
+                name: {
+                    key: image.member for key, image in zip(keys[name], images, strict=True) if image.member is not None
+                }
                 for images, name in lists.items()
             },
-            "images": {
-                "source": "; ".join(self.sources),
-                "count": len({image.sha256 or image.name for images in lists for image in images}),
-            },
+            "images": {"source": "; ".join(self.sources), "count": len({key for of in keys.values() for key in of})},
             "learned_metrics": dict(self.learned),
             "missing_metrics": dict(self.missing),
         }
@@ -145,6 +150,31 @@ class Share:
         """Check the numbers."""
         if not 1 <= self.number <= self.count:
             raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {self.number}/{self.count}.")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that change the speed of a run, or what it keeps, but none of its results.
+
+    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images, and strips of the first
+    `strips`. `keep` says whether reconstructions are kept, so that metrics that are added later can be scored.
+    """
+
+    engine: Engine = field(default_factory=Engine)
+    device: str = "auto"
+    batch_size: int | None = None
+    chunk: int = 16
+    pictures: int = 100
+    strips: int = 0
+    keep: bool = False
+    share: Share = field(default_factory=Share)
+    retry_failed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("chunk", "batch_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise PrivlabError(f"--{name.replace('_', '-')} must be a positive number. Found {value}.")
 
 
 def lay_out(
@@ -178,7 +208,7 @@ def lay_out(
                 subject = subject_of(spec, device, own)
                 setting = case.setting or spec.settings[0]
                 chosen = (spec.images, spec.limit, spec.every, spec.offset, spec.manifest, spec.split, spec.labels)
-                at = (*chosen, subject.base.model.vit.num_classes)
+                at = (*chosen, spec.bit_depth, subject.base.model.vit.num_classes)
                 if at not in found:
                     source = source_of(spec, [subject.base])
                     found[at] = source, tuple(references(source))
@@ -200,7 +230,6 @@ def lay_out(
                     subject.rows(spec).cells(setting, subject.groups),
                     subject.refused,
                     found[at][1],
-                    _batches(found[at][1], spec),
                     tuple(name for name in spec.metrics if name not in lacking),
                     frozenset(a.name for g in subject.groups for a in g.attacks if attack_declarations(a).one_key),
                 )
@@ -220,106 +249,95 @@ def _check_attacks(jobs: Sequence[Job]) -> None:
         raise PrivlabError(f"'{named[0]}' can run on no case: {jobs[0].refused[named[0]]}")
 
 
-def _batches(images: Sequence[Reference], spec: Specification) -> tuple[str, ...] | None:
-    if (size := spec.together) is None:
-        return None
-    keys = [batch_key(image.sha256 for image in images[i : i + size]) for i in range(0, len(images), size)]
-    return tuple(keys[place // size] for place in range(len(images)))
-
-
-def missing(
-    grid: Grid,
-    store: Store | None,
-    *,
-    size: int = 16,
-    share: Share = Share(),  # frozen
-    retry_failed: bool = False,
-    again: bool = True,
-    **options: Any,  # noqa: ANN401
-) -> list[Task]:
-    """Return the tasks of what a store lacks of a grid, those on the same victim one after the other.
-
-    Args:
-        grid: the experiment.
-        store: the records so far; None for none.
-        size: images of a task; where images are released together, it is rounded down to whole batches, at least one.
-            Attacks that read all releases under one key get all images in one task, unless there is a batch_size.
-        share: the part of the images that this machine runs.
-        retry_failed: whether images that failed are run again; otherwise they count as done.
-        again: whether metrics that were added later are scored on kept reconstructions, where there are some, instead
-            of running the attacks again.
-        options: the other fields of a `Task`: device, batch_size, pictures, strips (of first draws) and keep.
-    """
-    metrics = sorted({name for job in grid.jobs for name in job.metrics})
-    done = _Done(grid, {}) if store is None else _Done.read(store, grid, metrics, retry_failed=retry_failed)
-    kept = _kept(store.path) if again and store is not None else {}
-    tasks: list[Task] = []
-    planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may share cells: setting a of all γ
-    for number, job in enumerate(grid.jobs):
-        bits = done.of(number)
-        for row, cell in enumerate(job.cells.values()):
-            bits[row] |= planned.get((cell, job.images), 0)
-            planned[cell, job.images] = planned.get((cell, job.images), 0) | _bits(job.metrics, metrics)
-        own = {**options, "own": grid.own, "strips": options.get("strips", 0) if job.first else 0}
-        alone = job.one_key if own.get("batch_size") is None and job.batches is None else frozenset[str]()
-        for whole in (False, True) if alone else (False,):
-            some = [row for row, name in enumerate(job.cells) if (name in alone) == whole]
-            part = replace(job, cells={name: cell for name, cell in job.cells.items() if (name in alone) == whole})
-            tasks += _tasks(part, bits[some], metrics, size, share, kept, own, whole=whole)
-    return sorted(tasks, key=lambda task: _victim(task.spec))
-
-
 def _victim(spec: Specification) -> tuple[str, ...]:
     """Return what identifies a victim; cases are sorted by it, so that each victim is loaded once."""
     return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
 
 
+def missing(grid: Grid, path: Path | None, options: Options) -> list[Task]:
+    """Return the tasks of what a store lacks of a grid, those on the same victim one after the other.
+
+    Metrics that were added later are scored on kept reconstructions where there are some, and no attack runs again.
+
+    Args:
+        grid: the experiment, as `lay_out` returns it.
+        path: the run directory, which need not exist yet; None for no store.
+        options: the device, the size of a task, the share of this machine, whether failed images are run again, and
+            what is kept. Where images are released together, a task has whole batches, at least one. Attacks that read
+            all releases under one key get all images in one task, unless there is a batch_size.
+    """
+    metrics = sorted({name for job in grid.jobs for name in job.metrics})
+    measured: dict[tuple[int, str], np.ndarray] = {}
+    kept: dict[str, str] = {}
+    if path is not None and any(path.glob("records/*")):
+        measured = _measured(Store(path), grid, metrics, retry_failed=options.retry_failed)
+        kept = _kept(path)
+    tasks: list[Task] = []
+    planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may share cells: setting a of all γ
+    for number, job in enumerate(grid.jobs):
+        none = np.zeros(len(job.images), np.int64)
+        done = np.stack([measured.get((number, cell), none) for cell in job.cells.values()])
+        attacks = np.array([name not in CONTROLS for name in job.cells])
+        if attacks.any():  # an image that could not be read has no controls
+            done[~attacks] |= np.where((done[attacks] == -1).all(0), -1, 0)
+        wanted = _bits(job.metrics, metrics)
+        for row, cell in enumerate(job.cells.values()):
+            before = planned.get((cell, job.images), 0)
+            done[row] |= before
+            planned[cell, job.images] = before | wanted
+        tasks += _tasks(grid, job, wanted & ~done, metrics, kept, options)
+    return sorted(tasks, key=lambda task: _victim(task.spec))
+
+
 def _bits(names: Sequence[str], metrics: Sequence[str]) -> int:
-    return sum(1 << metrics.index(name) for name in names)
+    """Return the metrics of these names as bits, by their places in `metrics`; other names have no bit."""
+    return sum(1 << place for place, name in enumerate(metrics) if name in names)
 
 
 def _tasks(
+    grid: Grid,
     job: Job,
-    done: np.ndarray,
+    lacking: np.ndarray,
     metrics: Sequence[str],
-    size: int,
-    share: Share,
     kept: Mapping[str, str],
-    options: Mapping[str, Any],
-    *,
-    whole: bool = False,
+    options: Options,
 ) -> Iterator[Task]:
-    """Yield the tasks of one job; images that lack the same cells and metrics share tasks, `whole` jobs have one."""
-    wanted = _bits(job.metrics, metrics)
-    lacking = wanted & ~done  # cells × images
-    unit = None if job.batches is None else job.spec.together
-    lacking[:, _others(len(job.images), len(job.images) if whole else unit, share)] = 0
-    if unit:  # a client's batch is drawn for, and attacked, as one
-        for first in range(0, len(job.images), unit):
-            together = lacking[:, first : first + unit]
-            together[:] = np.bitwise_or.reduce(together, 1, keepdims=True)
-        size = max(1, size // unit) * unit
-    size = len(job.images) if whole else size
-    names = list(job.cells)
-    patterns, which = np.unique(lacking, axis=1, return_inverse=True)
-    for i, pattern in enumerate(patterns.T):
-        images = [job.images[place] for place in np.flatnonzero(which.reshape(-1) == i)]
-        for bits in sorted({int(bit) for bit in pattern} - {0}, reverse=True):
-            lack = [name for name, bit in zip(names, pattern.tolist(), strict=True) if bit == bits]
-            attacks = tuple(name for name in lack if name not in CONTROLS)
-            missing_metrics = tuple(name for name in job.metrics if bits >> metrics.index(name) & 1)
-            for start in range(0, len(images), size):
-                chunk = tuple(images[start : start + size])
-                controls = len(attacks) < len(lack)
-                files = _files(job, attacks, chunk, kept) if bits != wanted else ()
-                what = (job.case, job.spec, (job.setting,), chunk, attacks, missing_metrics, controls)
-                how = {**options, "batch_size": len(chunk)} if whole else options
-                yield Task(*what, kept=files, **how)
-
-
-def _others(count: int, unit: int | None, share: Share) -> np.ndarray:
-    """Return which of the images are left to other machines, which take `unit` images at a time."""
-    return np.arange(count) // (unit or 1) % share.count != share.number - 1
+    """Yield the tasks of one job; images that lack the same cells and metrics (the bits of `lacking`) share tasks."""
+    count, unit = len(job.images), job.spec.together or 1
+    alone = job.one_key if options.batch_size is None and unit == 1 else frozenset[str]()
+    for whole in (False, True) if alone else (False,):
+        names = [name for name in job.cells if (name in alone) == whole]
+        bits_of = lacking[[(name in alone) == whole for name in job.cells]]
+        turn = np.arange(count) // (count if whole else unit) % options.share.count
+        bits_of[:, turn != options.share.number - 1] = 0
+        # A client's batch is drawn for, and attacked, as one.
+        of_batches = np.bitwise_or.reduceat(bits_of, np.arange(0, count, unit), axis=1)
+        patterns, which = np.unique(of_batches.repeat(unit, axis=1)[:, :count], axis=1, return_inverse=True)
+        size = count if whole else max(1, options.chunk // unit) * unit
+        for i, pattern in enumerate(patterns.T.tolist()):
+            images = [job.images[place] for place in np.flatnonzero(which.reshape(-1) == i)]
+            for bits in sorted({*pattern} - {0}, reverse=True):
+                lack = [name for name, own in zip(names, pattern, strict=True) if own == bits]
+                attacks = tuple(name for name in lack if name not in CONTROLS)
+                for start in range(0, len(images), size):
+                    chunk = tuple(images[start : start + size])
+                    again = bits != _bits(job.metrics, metrics)
+                    yield Task(
+                        job.case,
+                        job.spec,
+                        (job.setting,),
+                        chunk,
+                        attacks,
+                        tuple(name for name in job.metrics if bits >> metrics.index(name) & 1),
+                        controls=len(attacks) < len(lack),
+                        device=options.device,
+                        batch_size=len(chunk) if whole else options.batch_size,
+                        pictures=options.pictures,
+                        strips=options.strips if job.first else 0,
+                        keep=options.keep,
+                        kept=_files(job, attacks, chunk, kept) if again else (),
+                        own=grid.own,
+                    )
 
 
 def _files(job: Job, attacks: Sequence[str], images: Sequence[Reference], kept: Mapping[str, str]) -> tuple[str, ...]:
@@ -336,7 +354,7 @@ def _kept(path: Path) -> dict[str, str]:
             with safe_open(file, "np") as tensors:
                 names = tensors.keys()
         except (SafetensorError, OSError) as error:
-            warnings.warn(f"{file.name} cannot be read ({error}): its attacks run again.", PrivlabWarning, stacklevel=3)
+            warn(f"{file.name} cannot be read ({error}): its attacks run again.", 3)
             continue
         found |= {name.removesuffix("/images"): str(file) for name in names if name.endswith("/images")}
     return found
@@ -358,80 +376,44 @@ def _check_labels(job: Job, places: np.ndarray, labels: np.ndarray) -> None:
         )
 
 
-_FAILED = 1 << 62
-"""The bit of an image that failed."""
+_FAILED = 1 << 62  # the bit of an image that failed
 
 
-@dataclass(frozen=True, eq=False)
-class _Done:
-    """Which metrics a store holds of each cell and image, as bits."""
+def _measured(
+    store: Store, grid: Grid, metrics: Sequence[str], *, retry_failed: bool
+) -> dict[tuple[int, str], np.ndarray]:
+    """Return which metrics a store holds of each image, as bits, by the number of the job and the cell.
 
-    grid: Grid
-    bits: Mapping[tuple[int, str], np.ndarray]
+    An image that failed counts as measured by all metrics (−1), unless a later row has scores of it.
+    """
+    names = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin", "label"]
+    table = store.read(names)
+    rows = part_frame(table.filter(pc.equal(table["geometry"].cast("string"), "in_place")))
+    rows["failed"] = rows.status != "ok"
+    bits = {text: _bits(text.split(), metrics) for text in rows.metrics.dropna().unique()}
+    rows["bits"] = rows.metrics.map(bits).fillna(0).astype("int64")
+    rows.loc[rows.failed, "bits"] = 0 if retry_failed else _FAILED
+    rows["label"] = rows.label.where(rows.label_origin != "predicted").fillna(-1).astype("int64")
+    by_cell = dict(iter(rows.groupby("cell")))
+    places: dict[int, dict[str, int]] = {}
+    found: dict[tuple[int, str], np.ndarray] = {}
+    for number, job in enumerate(grid.jobs):
+        if id(job.images) not in places:  # jobs share their images, of which there may be many
+            places[id(job.images)] = {image.sha256 or image.name: place for place, image in enumerate(job.images)}
+        for cell in job.cells.values():
+            if cell in by_cell:
+                found[number, cell] = _of_images(job, by_cell[cell], places[id(job.images)])
+    return found
 
-    @classmethod
-    def read(cls, store: Store, grid: Grid, metrics: Sequence[str], *, retry_failed: bool) -> "_Done":
-        """Read the columns that say what was measured; an image that failed counts as measured by all metrics.
 
-        Strings are compared by their codes in the store's dictionaries, which are small: a million rows are not turned
-        into Python strings.
-        """
-        wanted = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin"]
-        table, rows = store.read([*wanted, "label"]), slice(None)
-        label = table["label"].fill_null(-1).to_numpy()
-        table = table.drop_columns("label")
-        codes: dict[str, np.ndarray] = {}
-        names: dict[str, list[str]] = {}
-        for name in wanted:
-            column = table[name].unify_dictionaries().combine_chunks()
-            table = table.drop_columns(name)  # so that no column is in memory twice
-            codes[name], names[name] = column.indices.fill_null(-1).to_numpy()[rows], column.dictionary.to_pylist()
-            if name == "geometry":
-                rows = np.flatnonzero(np.array([text == "in_place" for text in names[name]] + [False])[codes[name]])
-                label = label[rows]
-        code_of = {name: {text: code for code, text in enumerate(names[name])} for name in ("cell", "batch")}
-
-        rows = np.argsort(codes["cell"], kind="stable")
-        starts = np.searchsorted(codes["cell"][rows], np.arange(len(names["cell"]) + 1))
-        unread = np.array([text == "" for text in names["image_sha256"]] + [False])[codes["image_sha256"][rows]]
-        image = np.where(unread, len(names["image_sha256"]) + codes["image"][rows], codes["image_sha256"][rows])
-        texts = [text.split() for text in names["metrics"]]
-        measured = [sum(1 << i for i, name in enumerate(metrics) if name in text) for text in texts]
-        bits = np.array([*measured, 0], np.int64)[codes["metrics"][rows]]  # the last one is that of null
-        failed = np.array([text != "ok" for text in names["status"]] + [True])[codes["status"][rows]]
-        bits[failed] = 0 if retry_failed else _FAILED
-        batch = codes["batch"][rows]
-        predicted = np.array([text == "predicted" for text in names["label_origin"]] + [False])
-        label = np.where(predicted[codes["label_origin"]], -1, label)[rows]
-
-        joined: dict[tuple[int, str], np.ndarray] = {}
-        places: dict[int, np.ndarray] = {}
-        for number, job in enumerate(grid.jobs):
-            if id(job.images) not in places:
-                known = {(r.sha256 or r.name): i for i, r in enumerate(job.images)}
-                stored = (*names["image_sha256"], *names["image"], None)
-                places[id(job.images)] = np.array([known.get(text or "", -1) for text in stored])
-            for cell in job.cells.values():
-                if (code := code_of["cell"].get(cell)) is None:
-                    continue
-                own = slice(starts[code], starts[code + 1])
-                place = places[id(job.images)][image[own]]
-                fine = place >= 0
-                if job.batches is not None:
-                    of_image = np.array([code_of["batch"].get(name, -2) for name in job.batches])
-                    fine &= (of_image[place] == batch[own]) | (batch[own] == -1) | failed[own]  # controls have none
-                _check_labels(job, place[fine & ~failed[own]], label[own][fine & ~failed[own]])
-                found = np.zeros(len(job.images), np.int64)
-                np.bitwise_or.at(found, place[fine], bits[own][fine])
-                joined[number, cell] = np.where(found == _FAILED, -1, found)  # a later success counts
-        return cls(grid, joined)
-
-    def of(self, number: int) -> np.ndarray:
-        """Return the bits of one job: cells × images."""
-        job = self.grid.jobs[number]
-        none = np.zeros(len(job.images), np.int64)
-        bits = np.stack([self.bits.get((number, cell), none) for cell in job.cells.values()])
-        attacks = np.array([name not in CONTROLS for name in job.cells])
-        if attacks.any():  # an image that could not be read has no controls
-            bits[~attacks] |= np.where((bits[attacks] == -1).all(0), -1, 0)
-        return bits
+def _of_images(job: Job, rows: "pd.DataFrame", places: Mapping[str, int]) -> np.ndarray:
+    """Return the bits of each image of a job from the rows of one cell."""
+    rows = rows.assign(place=rows.image_id.map(places)).dropna(subset="place").astype({"place": int})
+    if job.batches is not None:  # the same image in another batch is another release; controls have no batch
+        batch = np.array(job.batches, object)[rows.place]
+        rows = rows[(rows.batch == batch) | rows.batch.isna() | rows.failed]
+    scored = rows[~rows.failed]
+    _check_labels(job, scored.place.to_numpy(), scored.label.to_numpy())
+    found = np.zeros(len(job.images), np.int64)
+    np.bitwise_or.at(found, rows.place, rows.bits)
+    return np.where(found == _FAILED, -1, found)

@@ -17,34 +17,19 @@ import torch
 from safetensors.torch import load_file, save
 
 from privlab.base import PrivlabError, collect_warnings, pick_device
-from privlab.evaluation import COLUMNS, AttackGroup, Evaluator, Specification, Strip, source_of, subject_of
+from privlab.evaluation import COLUMNS, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
-from privlab.images import ImageSource, LabelOrigin, NamedImage, chunk_of, to_png
+from privlab.images import ImageSource, NamedImage, chunk_of, to_png
 from privlab.stores import strip_name, strip_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
 
-__all__ = ["Reference", "Result", "Task", "images_at_a_time", "joined", "references", "run_task"]
-
 
 @dataclass(frozen=True)
-class Reference:
-    """One image, by its place in its source; `sha256` is empty where it could not be read.
+class Reference(NamedImage):
+    """An image that has not been read, with its place in its source; its label is None where a prediction stands in."""
 
-    `label` is the image's own, or None where the victim's prediction stands in; `member` is as in `NamedImage`.
-    """
-
-    place: int
-    name: str
-    sha256: str
-    label: int | None = None
-    label_origin: LabelOrigin = "none"
-    member: str | None = None
-
-    @property
-    def named(self) -> NamedImage:
-        """Return what is known of the image, as a `NamedImage` that has not been read."""
-        return NamedImage(self.name, self.sha256, None, self.label, self.label_origin, member=self.member)
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,11 +90,11 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
 
 def references(source: ImageSource) -> list[Reference]:
     """Return the images of a source, each content once; files are hashed whole and not decoded."""
-    found = (
-        Reference(place, image.name, image.sha256, image.label, image.label_origin, image.member)
-        for place, image in enumerate(source.without_pixels())
-    )
-    return list({reference.sha256 or reference.name: reference for reference in reversed([*found])}.values())[::-1]
+    found: dict[str, Reference] = {}
+    for place, image in enumerate(source.without_pixels()):
+        key = image.sha256 or image.name
+        found[key] = found.pop(key, Reference(**vars(image), place=place))  # the first one, where the last one stands
+    return [*found.values()]
 
 
 def run_task(task: Task) -> Result:
@@ -122,26 +107,27 @@ def run_task(task: Task) -> Result:
     start = time.perf_counter()
     with collect_warnings(messages):
         device = pick_device(task.device)
-        evaluator, source = _evaluator(task, device)
-        evaluator = replace(evaluator, kept=_kept(task.kept) if task.kept else None)
-        rows: list[pa.Table] = []
+        evaluator = _evaluator(task, device)
+        source = source_of(task.spec, [evaluator.base], check=False)  # `_same` checks each image instead
+        rows = [COLUMNS.empty_table()]
         files: dict[str, bytes] = {}
         reconstructions: dict[str, Reconstruction] = {}
-        place = {reference.sha256: reference.place for reference in task.images}
-        first = {sha256 for sha256, number in place.items() if number < task.pictures}
+        places = {image.sha256: image.place for image in task.images}
         for images in _batches(task, source, device):
             scored = evaluator(chunk_of(images, evaluator.base.preprocessing))
             rows.append(pa.Table.from_pylist(scored.records, schema=COLUMNS))
             reconstructions |= scored.reconstructions
             for strip in scored.strips:
-                if strip.image_sha256 in first:
+                place = places[strip.image_sha256]
+                if place < task.pictures:
                     files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
-                if place[strip.image_sha256] < task.strips:
-                    files[f"strips/{strip_name(place[strip.image_sha256], strip)}"] = strip_png(strip)
+                if place < task.strips:
+                    files[f"strips/{strip_name(place, strip)}"] = strip_png(strip)
         if reconstructions:
-            files[f"kept/{_name_of(reconstructions)}.safetensors"] = _saved(reconstructions)
+            name = hashlib.sha256("\n".join(sorted(reconstructions)).encode()).hexdigest()[:24]
+            files[f"kept/{name}.safetensors"] = _saved(reconstructions)
     seconds, worker = time.perf_counter() - start, f"{platform.node()}:{os.getpid()}"
-    return Result(task, pa.concat_tables([COLUMNS.empty_table(), *rows]), files, tuple(messages), seconds, worker)
+    return Result(task, pa.concat_tables(rows), files, tuple(messages), seconds, worker)
 
 
 def _pngs(strip: Strip) -> Iterator[tuple[str, bytes]]:
@@ -160,15 +146,16 @@ def images_at_a_time(device: torch.device) -> int:
 
 
 def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[NamedImage]]:
+    """Yield the images that are attacked at a time, with their pixels."""
     size = task.spec.together or task.batch_size or images_at_a_time(device)
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
+    gone = "The file has gone since the run was planned."
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]
         there = [r.place if places is None else places.get(r.name) for r in wanted]  # a deleted file shifts the others
         read = iter(_reader().pick(source, [place for place in there if place is not None]))
-        gone = "The file has gone since the run was planned."
         yield [
-            _same(NamedImage(r.name, "", None, None, "none", gone) if place is None else next(read), r)
+            _same(NamedImage(r.name, "", None, problem=gone) if place is None else next(read), r)
             for r, place in zip(wanted, there, strict=True)
         ]
 
@@ -214,22 +201,24 @@ def _same(image: NamedImage, reference: Reference) -> NamedImage:
     return replace(image, sha256=reference.sha256, pixels=None, problem=problem)
 
 
-def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource]:
+def _evaluator(task: Task, device: torch.device) -> Evaluator:
     subject = subject_of(task.spec, device, task.own)
-    learned, _ = learned_for(task.metrics, task.spec, device, subject.base)
-    wanted = ((group.victim, tuple(a for a in group.attacks if a.name in task.attacks)) for group in subject.groups)
-    evaluator = Evaluator(
+    groups = [
+        replace(group, attacks=tuple(attack for attack in group.attacks if attack.name in task.attacks))
+        for group in subject.groups
+    ]
+    return Evaluator(
         replace(task.spec, settings=task.settings),
         subject.base,
-        [AttackGroup(base, attacks) for base, attacks in wanted if attacks],
+        [group for group in groups if group.attacks],
         task.metrics,
-        learned,
+        learned_for(task.metrics, task.spec, device, subject.base)[0],
         subject.public,
         strips=any(image.place < max(task.pictures, task.strips) for image in task.images),
         controls=task.controls,
         keep=task.keep,
+        kept=_kept(task.kept) if task.kept else None,
     )
-    return evaluator, source_of(task.spec, [subject.base], check=False)  # `_same` checks each image instead
 
 
 _PARTS = tuple(field.name for field in fields(Reconstruction))
@@ -254,7 +243,3 @@ def _kept(names: Sequence[str]) -> dict[str, Reconstruction]:
         for path in tensors
         if (key := path.removesuffix("/images")) != path
     }
-
-
-def _name_of(reconstructions: Mapping[str, Reconstruction]) -> str:
-    return hashlib.sha256("\n".join(sorted(reconstructions)).encode()).hexdigest()[:24]

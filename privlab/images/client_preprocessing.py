@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from jaxtyping import Float
@@ -9,8 +10,6 @@ from PIL import Image
 from torch import Tensor
 
 from privlab.images.open import Preprocessing
-
-__all__ = ["Fed", "nearest", "usual"]
 
 _CROPS = (0.875, 1.0)
 """The share of the shorter side that torchvision's evaluation transforms keep, and the share without a crop."""
@@ -31,10 +30,9 @@ def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
     squashed. Each of these is done in eight bits as PIL resizes (bilinear, bicubic, Lanczos), and in floats as torch
     does (bilinear and bicubic, with and without antialiasing).
     """
-    for (shape, make), mirrored in product(_shapes(pixels, cut), (False, True)):
-        for name, resized in _resizes():
-            image = make(resized)[None]
-            yield Fed(f"{shape}, {name}{', mirrored' if mirrored else ''}", image.flip(3) if mirrored else image)
+    for (shape, make), mirrored, (name, resized) in product(_shapes(pixels, cut), (False, True), _resizes()):
+        image = make(resized)[None]
+        yield Fed(f"{shape}, {name}{', mirrored' if mirrored else ''}", image.flip(3) if mirrored else image)
 
 
 def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 c h w"]) -> tuple[Fed, int]:
@@ -60,16 +58,12 @@ def _resizes() -> Iterator[tuple[str, _Resize]]:
     from torchvision.transforms import InterpolationMode, Resize, ToTensor
 
     for name in ("bilinear", "bicubic", "lanczos"):
-        mode = InterpolationMode(name)
-        yield f"{name} in eight bits", lambda pixels, size, mode=mode: ToTensor()(Resize(size, mode)(pixels))
+        resize = partial(Resize, interpolation=InterpolationMode(name))
+        yield f"{name} in eight bits", lambda pixels, size, resize=resize: ToTensor()(resize(size)(pixels))
     for name, antialias in product(("bilinear", "bicubic"), (True, False)):
-        mode = InterpolationMode(name)
-        yield (
-            f"{name} in floats{'' if antialias else ' without antialiasing'}",
-            lambda pixels, size, mode=mode, antialias=antialias: Resize(size, mode, antialias=antialias)(
-                ToTensor()(pixels)
-            ).clamp(0, 1),
-        )
+        resize = partial(Resize, interpolation=InterpolationMode(name), antialias=antialias)
+        how = f"{name} in floats{'' if antialias else ' without antialiasing'}"
+        yield how, lambda pixels, size, resize=resize: resize(size)(ToTensor()(pixels)).clamp(0, 1)
 
 
 def _shapes(pixels: Image.Image, cut: Preprocessing) -> Iterator[tuple[str, Callable[[_Resize], Tensor]]]:
@@ -79,10 +73,8 @@ def _shapes(pixels: Image.Image, cut: Preprocessing) -> Iterator[tuple[str, Call
     (height, width), size, pixels = cut.size, list(cut.size), cut.convert_colours(pixels)
     for kept in sorted({cut.crop_pct, *_CROPS}):
         sides = replace(cut, crop_pct=kept).resize_to(pixels)
-        yield (
-            f"resized and cropped (crop_pct {kept:g})",
-            lambda resized, sides=sides: CenterCrop(size)(resized(pixels, sides)),
-        )
+        how = f"resized and cropped (crop_pct {kept:g})"
+        yield how, lambda resized, sides=sides: CenterCrop(size)(resized(pixels, sides))
     scale = min(pixels.height / height, pixels.width / width)
     centre = CenterCrop([round(height * scale), round(width * scale)])(pixels)
     yield "its centre cut out and resized", lambda resized: resized(centre, size)

@@ -3,9 +3,10 @@
 import importlib
 import inspect
 import os
-from collections import Counter
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,20 @@ import numpy as np
 from PIL import Image
 
 from privlab.base import PrivlabError, check_name, unknown_name
-from privlab.images.decode import LabelOrigin, NamedImage, damage_of, image_from_bytes, image_from_pil, one_line
-from privlab.images.sources import ImageSource
+from privlab.images.decode import NamedImage, damage_of, image_from_bytes, image_from_pil, one_line
+from privlab.images.sources import ImageSource, Opening, by_turns
 
-__all__ = ["hugging_face", "parquet", "torchvision"]
+_IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
+_LABEL_COLUMNS = ("label", "fine_label")
+"""The columns of a Parquet file in which images and labels are looked for, in this order."""
 
 
-def torchvision(name: str, split: str | None) -> ImageSource:
-    """Open one of torchvision's datasets; it is downloaded where it is not there."""
+def torchvision(name: str, how: Opening) -> ImageSource:
+    """Open one of torchvision's datasets by the name of its class; it is downloaded where it is not there."""
     cls = _torchvision_class(name)
     root = Path(os.environ.get("PRIVLAB_DATA") or "~/.cache/privlab").expanduser()
     parameters = _parameters(cls)
-    arguments, used = _torchvision_arguments(name, parameters, split)
+    arguments, used = _torchvision_arguments(name, parameters, how.split)
     if "root" in parameters:
         arguments["root"] = str(root)
     missing = [key for key, p in parameters.items() if p.default is p.empty and key not in arguments]
@@ -43,13 +46,9 @@ def torchvision(name: str, split: str | None) -> ImageSource:
     classes = getattr(dataset, "classes", None)
     class_names = tuple(map(str, classes)) if isinstance(classes, Sequence) else None
     names = tuple(f"{prefix}/{index}" for index in range(len(dataset)))
-    return ImageSource.of(
-        f"torchvision {prefix}: {len(dataset)} images",
-        len(dataset),
-        class_names,
-        names,
-        lambda index: _torchvision_item(dataset, index, names[index]),
-    )
+    description = f"torchvision {prefix}: {len(dataset)} images"
+    read = partial(_torchvision_item, dataset, names, bit_depth=how.bit_depth)
+    return ImageSource(description, len(dataset), class_names, names, at=read)
 
 
 def _torchvision_class(name: str) -> type:
@@ -96,27 +95,64 @@ def _construct(cls: type, arguments: Mapping[str, Any], downloads: bool) -> Any:
         return cls(**arguments, download=True)
 
 
-def _torchvision_item(dataset: Any, index: int, name: str) -> NamedImage:  # noqa: ANN401
+def _torchvision_item(dataset: Any, names: Sequence[str], index: int, bit_depth: int | None) -> NamedImage:  # noqa: ANN401
+    name = names[index]
     try:
         item = dataset[index]
     except Exception as error:  # one damaged image must not end the run
         return NamedImage(name, "", None, problem=damage_of(error))
     image, target, *_ = item if isinstance(item, tuple) else (item, None)
-    label, origin = _dataset_label(target)
-    if not isinstance(image, Image.Image):
-        return NamedImage(name, "", None, label, origin, f"Not an image but a {type(image).__name__}.")
-    return image_from_pil(image, name, label, origin)
+    if isinstance(image, Image.Image):
+        return _with_target(image_from_pil(image, name, bit_depth=bit_depth), target)
+    return _with_target(NamedImage(name, "", None, problem=f"Not an image but a {type(image).__name__}."), target)
 
 
-def _dataset_label(target: object) -> tuple[int | None, LabelOrigin]:
-    # Test sets without labels give −1.
-    if isinstance(target, (int, np.integer)) and not isinstance(target, bool) and target >= 0:
-        return int(target), "dataset"
-    return None, "none"
+def _with_target(image: NamedImage, target: object) -> NamedImage:
+    """Return an image with the label that its target is, or with the classes of a multi-label target.
+
+    Test sets without labels give −1, and other tasks give targets that are no class: these images have no label.
+    """
+    label = _label_of(target)
+    if label is None:
+        return image
+    if isinstance(label, tuple):
+        return replace(image, targets=label, label_origin="dataset")
+    return replace(image, label=label, label_origin="dataset")
 
 
-def hugging_face(name: str, split: str | None) -> ImageSource:
-    """Open a dataset of the Hugging Face hub as a stream."""
+def _label_of(value: object) -> int | tuple[int, ...] | None:
+    """Return the class index that a value is, or those of a list, in order; None for any other value."""
+    if not isinstance(value, list | tuple):
+        return _class_of(value)
+    classes = [_class_of(each) for each in value]
+    known = {index for index in classes if index is not None}
+    return tuple(sorted(known)) if len(known) == len(classes) else None
+
+
+def _class_of(value: object) -> int | None:
+    """Return the class index that a value is: an integer from 0 on, of 64 bits, also as 2.0; None for any other."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    is_index = 0 <= value < 2**63 and value == int(value)
+    return int(value) if is_index else None
+
+
+def _parquet_labels(values: Sequence[object], path: Path, own: bool) -> list[int | tuple[int, ...] | None]:
+    """Return the class index of each row, or its classes; without `own`, a value that is no label is left out."""
+    labels = [_label_of(value) for value in values]
+    if not own:
+        return labels
+    for row, (value, label) in enumerate(zip(values, labels, strict=True)):
+        if label is None and value is not None:
+            raise PrivlabError(
+                f"'{path}', row {row}: a label must be a class index, an integer from 0 on, a list of different ones, "
+                f"or empty. Found {reprlib.repr(value)}. To use other labels, give --labels predicted or a CSV file."
+            )
+    return labels
+
+
+def hugging_face(name: str, how: Opening) -> ImageSource:
+    """Open a dataset of the Hugging Face hub, or of a folder, as a stream."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
@@ -125,7 +161,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
         splits = datasets.load_dataset(name, streaming=True)
     except Exception as error:  # no network, no such dataset, a private one: each raises its own error
         raise PrivlabError(f"Cannot open the Hugging Face dataset '{name}': {one_line(error)}.") from error
-    chosen = split or next((key for key in ("test", "validation", "val") if key in splits), next(iter(splits)))
+    chosen = how.split or next((key for key in ("test", "validation", "val") if key in splits), next(iter(splits)))
     check_name(f"split of '{name}'", chosen, splits)
     data = splits[chosen]
     if data.features is None:  # datasets has no public way to infer them from the first rows
@@ -139,26 +175,23 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
 
     def read() -> Iterator[NamedImage]:
         for index, row in enumerate(_rows(rows, name)):
-            yield _hugging_face_item(row[column], row.get(label_column), image_type, f"{name}/{chosen}/{index}")
+            image, target = row[column], row.get(label_column)
+            item = _hugging_face_item(image, image_type, f"{name}/{chosen}/{index}", how.bit_depth)
+            yield _with_target(item, target)
 
     number = (known.num_examples if known else 0) or None
     return ImageSource(f"Hugging Face {name}/{chosen}", number, class_names, None, read)
 
 
-def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
-    """Open a Parquet file that holds the bytes of one image in each row.
+def parquet(path: Path, how: Opening) -> ImageSource:
+    """Open a Parquet file that holds the bytes of one image in each row; it is read into memory.
 
-    The bytes stand in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `jpeg`, `png` or
-    `bytes`; the label, if any, in `label`.
-
-    Args:
-        path: path of the file, which is read into memory.
-        split: the rows whose column `split` holds this value are taken; None for all rows.
-        spread: whether the first image of each label comes first, then the second of each, and so on; otherwise the
-            images come in the order of the rows.
+    The bytes are in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `img`, `jpeg`,
+    `png` or `bytes`; the label, if any, in `label` or, as in CIFAR-100, `fine_label`; the split in `split`.
 
     Raises:
-        PrivlabError: if the file cannot be read, or has no such column or split.
+        PrivlabError: if the file cannot be read, or has no such column or split; if a label is
+            neither a class index nor a list of different ones.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -167,39 +200,30 @@ def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise PrivlabError(f"'{path}' cannot be read as Parquet: {one_line(error)}.") from error
-    column = next((name for name in ("image", "jpeg", "png", "bytes") if name in table.column_names), None)
+    column = next((name for name in _IMAGE_COLUMNS if name in table.column_names), None)
     if column is None:
         raise PrivlabError(
-            f"'{path}' has no column image, jpeg, png or bytes with images. Found {', '.join(table.column_names)}."
+            f"'{path}' has no column {', '.join(_IMAGE_COLUMNS)} with images. Found {', '.join(table.column_names)}."
         )
-    if split is not None:
-        table = _rows_of(table, split, path)
+    if how.split is not None:
+        table = _rows_of(table, how.split, path)
     if pa.types.is_struct(table.schema.field(column).type):
         table, column = table.flatten(), f"{column}.bytes"
     if not pa.types.is_binary(kind := table.schema.field(column).type) and not pa.types.is_large_binary(kind):
         raise PrivlabError(f"The column {column} of '{path}' holds {kind}, not bytes of images.")
     data = table[column].combine_chunks()
-    labels = table["label"].to_pylist() if "label" in table.column_names else [None] * len(data)
-    rows = _by_turns(labels) if spread else list(range(len(data)))
-    prefix = f"{path.name}/{split}" if split else path.name
+    label_column = next((name for name in _LABEL_COLUMNS if name in table.column_names), None)
+    values = [None] * len(data) if label_column is None else table[label_column].to_pylist()
+    labels = _parquet_labels(values, path, how.own_labels)
+    rows = by_turns(labels) if how.spread else list(range(len(data)))
+    prefix = f"{path.name}/{how.split}" if how.split else path.name
     names = tuple(f"{prefix}/{row}" for row in rows)
 
     def at(place: int) -> NamedImage:
-        label = labels[rows[place]]
-        origin = "none" if label is None else "dataset"
-        return image_from_bytes(data[rows[place]].as_py() or b"", names[place], label, origin)
+        image = image_from_bytes(data[rows[place]].as_py() or b"", names[place], how.bit_depth)
+        return _with_target(image, labels[rows[place]])
 
-    return ImageSource.of(f"{len(data)} images of {prefix}", len(data), None, names, at, container=path)
-
-
-def _by_turns(labels: Sequence[object]) -> list[int]:
-    """Return the places of all labels: the first of each label, then the second of each, and so on."""
-    met: Counter[object] = Counter()
-    turns = []
-    for label in labels:
-        turns.append(met[label])
-        met[label] += 1
-    return sorted(range(len(turns)), key=turns.__getitem__)
+    return ImageSource(f"{len(data)} images of {prefix}", len(data), None, names, at=at, container=path)
 
 
 def _rows_of(table: Any, split: str, path: Path) -> Any:  # noqa: ANN401
@@ -229,17 +253,16 @@ def _rows(data: Any, name: str) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401
         raise PrivlabError(f"The stream of '{name}' broke at image {done}: {one_line(error)}.") from error
 
 
-def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -> NamedImage:  # noqa: ANN401
-    label, origin = _dataset_label(target)
+def _hugging_face_item(value: Any, image_type: Any, name: str, bit_depth: int | None) -> NamedImage:  # noqa: ANN401
     if value is None:
-        return NamedImage(name, "", None, label, origin, "No image in this row.")
+        return NamedImage(name, "", None, problem="No image in this row.")
     if value["bytes"] is not None:
-        return image_from_bytes(value["bytes"], name, label, origin)
+        return image_from_bytes(value["bytes"], name, bit_depth)
     try:
         image = image_type.decode_example(value)
     except Exception as error:  # one damaged image must not end the run
-        return NamedImage(name, "", None, label, origin, damage_of(error))
-    return image_from_pil(image, name, label, origin)
+        return NamedImage(name, "", None, problem=damage_of(error))
+    return image_from_pil(image, name, bit_depth=bit_depth)
 
 
 @cache

@@ -6,8 +6,10 @@ A file that cannot be used does not end the run: the report says what was skippe
 import hashlib
 import io
 import stat
+import sys
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,9 @@ from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 
-from privlab.base import PrivlabError
-
-__all__ = ["LabelOrigin", "NamedImage", "as_text", "damage_of", "one_line"]
-__all__ += ["image_from_bytes", "image_from_pil", "read_image"]
+from privlab.base import PrivlabError, PrivlabWarning, warn
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
 """Where a label comes from; "predicted" is by the victim, "released" is given away by the gradient that is audited."""
@@ -30,6 +30,10 @@ MAX_PIXELS = 100_000_000
 PIXEL_LIMIT = f"at most {MAX_PIXELS // 10**6} million pixels are decoded."
 MAX_ASPECT = 100  # the shorter side is resized to the model's input, so a long strip would fill the memory
 MIN_SIDE = 8
+_DARK = 2**14
+"""An image of 16 bits whose levels are all below this is taken for one of fewer bits, and there is a warning."""
+_BITS_PER_SAMPLE = 258
+"""The number of TIFF's tag for the bits of a level."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +42,10 @@ class NamedImage:
 
     `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels;
     empty where nothing could be read. `pixels` has mode RGB with 8 bits; it is None where there is a
-    `problem` and in the images of a `Chunk`. `member` says whether the victim saw it in training, "seen" or
-    "not seen"; None where that is not known.
+    `problem` and in the images of a `Chunk`. `targets` are the classes of an image that may have several, or none, such
+    as (0, 3); its `label` is then None. `member` says whether the victim saw it in training, "seen" or
+    "not seen"; None where that is not known. `levels` is the range of the levels of a file with more than 8 bits;
+    None for other files.
     """
 
     name: str
@@ -49,66 +55,107 @@ class NamedImage:
     label_origin: LabelOrigin = "none"
     problem: str | None = None
     member: str | None = None
+    levels: tuple[int, int] | None = None
+    targets: tuple[int, ...] | None = None
 
 
-def read_image(
-    path: str | Path, *, name: str | None = None, label: int | None = None, label_origin: LabelOrigin = "none"
-) -> NamedImage:
+def read_image(path: str | Path, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:
     """Read one file; `problem` says what keeps it from being an image, and nothing is raised.
 
-    Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, 16-bit grey is divided by 257, and the
-    EXIF orientation is applied. Colour profiles are not.
+    Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, levels of 16 bits are divided by 257,
+    and the EXIF orientation is applied. Colour profiles are not.
 
     Args:
         path: path of the file; its size is limited by `MAX_BYTES`, that of its image by `MIN_SIDE`, `MAX_PIXELS` and
             `MAX_ASPECT`.
         name: name of the image in records; None for the path with slashes.
-        label: its class index; None where it has no label.
-        label_origin: where the label comes from; "none" where there is no label.
+        bit_depth: number of bits, 1 to 16, that the levels of a file of 16 bits use, such as 12 for most medical
+            images: the level 2^bit_depth − 1 is white. None for all 16. Files of 8 bits are read as they are.
+
+    Raises:
+        PrivlabError: if `bit_depth` is out of range.
     """
+    check_bit_depth(bit_depth)
     path = Path(path)
     name = path.as_posix() if name is None else name
     try:
         data = _file_bytes(path)
     except PrivlabError as error:
-        return NamedImage(name, "", None, label, label_origin, str(error))
-    return image_from_bytes(data, name, label, label_origin)
+        return NamedImage(name, "", None, problem=str(error))
+    return image_from_bytes(data, name, bit_depth)
 
 
-def image_from_bytes(data: bytes, name: str, label: int | None, origin: LabelOrigin) -> NamedImage:
+def image_from_bytes(data: bytes, name: str, bit_depth: int | None = None) -> NamedImage:
     """Decode the bytes of a file, as `read_image` does.
 
     Args:
         data: the whole file, whose SHA-256 is that of the image.
         name: name of the image in records.
-        label: its class index; None where it has no label.
-        origin: where the label comes from; "none" where there is no label.
+        bit_depth: as `read_image` takes it.
     """
     digest = hashlib.sha256(data).hexdigest()
     try:
-        return NamedImage(name, digest, _decode(data), label, origin)
+        pixels, levels = _decode(data, bit_depth)
+        return NamedImage(name, digest, pixels, levels=levels)
     except PrivlabError as error:
-        return NamedImage(name, digest, None, label, origin, str(error))
+        return NamedImage(name, digest, None, problem=str(error))
 
 
-def image_from_pil(image: Image.Image, name: str, label: int | None = None, origin: LabelOrigin = "none") -> NamedImage:
+def image_from_pil(image: Image.Image, name: str, bit_depth: int | None = None) -> NamedImage:
     """Check an image that another library opened, and convert it to RGB; its hash is over its size and RGB pixels.
 
     Args:
         image: the opened image; its EXIF orientation is not applied.
         name: name of the image in records.
-        label: its class index; None where it has no label.
-        origin: where the label comes from; "none" where there is no label.
+        bit_depth: as `read_image` takes it.
     """
     try:
         _check_size(image)
-        pixels = _rgb(image)
+        pixels, levels = _rgb(image, bit_depth)
     except PrivlabError as error:
-        return NamedImage(name, "", None, label, origin, str(error))
+        return NamedImage(name, "", None, problem=str(error))
     except Exception as error:  # Pillow reads the pixels when they are first used
-        return NamedImage(name, "", None, label, origin, damage_of(error))
+        return NamedImage(name, "", None, problem=damage_of(error))
     header = f"{pixels.width}x{pixels.height}:".encode()
-    return NamedImage(name, hashlib.sha256(header + pixels.tobytes()).hexdigest(), pixels, label, origin)
+    digest = hashlib.sha256(header + pixels.tobytes()).hexdigest()
+    return NamedImage(name, digest, pixels, levels=levels)
+
+
+def check_bit_depth(bit_depth: int | None) -> None:
+    """Check the number of bits that levels use.
+
+    Raises:
+        PrivlabError: if it is no integer in 1 … 16.
+    """
+    if bit_depth is not None and (type(bit_depth) is not int or not 1 <= bit_depth <= 16):
+        raise PrivlabError(f"bit_depth must be an integer from 1 to 16, as 12 for 12-bit levels. Found {bit_depth!r}.")
+
+
+def warn_if_dark(bit_depth: int | None) -> Callable[[NamedImage], NamedImage]:
+    """Return a function that returns each image as it is, and warns of the first one whose levels look misread.
+
+    The levels of 16 bits of such an image do not reach a quarter of their range, as those of 8, 10, 12 and 14 bits do
+    that a program stored without scaling them.
+
+    Args:
+        bit_depth: what the user states of the levels; if anything, there is no warning.
+    """
+    seen: list[str] = []
+
+    def check(image: NamedImage) -> NamedImage:
+        high = 0 if image.levels is None or image.pixels is None else image.levels[1]
+        if bit_depth is None and 0 < high < _DARK and not seen:
+            seen.append(image.name)
+            low = (image.levels or (0, 0))[0]
+            bits = max(8, high.bit_length() + high.bit_length() % 2)
+            warn(
+                f"'{as_text(image.name)}' has levels from {low} to {high} in 16 bits (0 to 65535), and is read as "
+                f"nearly black. If these are levels of {bits} bits, give --bit-depth {bits} (bit_depth={bits} in "
+                "Python); if it is that dark, --bit-depth 16. Other images of this source may be affected too.",
+            )
+        return image
+
+    return check
 
 
 def damage_of(error: Exception) -> str:
@@ -153,6 +200,7 @@ class _Quiet:
             if self._inside == 0:
                 self._before.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
+                warnings.simplefilter("default", PrivlabWarning)  # those of other threads
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
@@ -165,7 +213,8 @@ class _Quiet:
 _QUIET = _Quiet()
 
 
-def _decode(data: bytes) -> Image.Image:
+def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int, int] | None]:
+    """Return the RGB pixels with 8 bits, and the range of the file's levels if these have more."""
     if not data:
         raise PrivlabError("Empty file: 0 bytes.")
     try:
@@ -173,11 +222,18 @@ def _decode(data: bytes) -> Image.Image:
         with _QUIET, Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image)
             _check_frames(image)
+            mode = _raw_mode(image)
             image.load()
             if image.format == "PNG":
                 _check_end(data)
+            levels = None
+            if ";16" in mode and image.mode in ("RGB", "RGBA"):
+                image, levels = _from_colours(image, data, mode, bit_depth)
             _turn_upright(image)
-            return _rgb(image)
+            if mode == "I;12":  # a TIFF that states its depth
+                return _rgb(image, 12)[0], None
+            pixels, of_grey = _rgb(image, bit_depth)
+            return pixels, levels or of_grey
     except PrivlabError:
         raise
     except UnidentifiedImageError:  # Pillow's message holds an address, which differs in every run
@@ -218,23 +274,82 @@ def _turn_upright(image: Image.Image) -> None:
         ImageOps.exif_transpose(image, in_place=True)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _raw_mode(image: ImageFile) -> str:
+    """Return how Pillow unpacks the pixels of a file that it opened and did not load, as "RGB;16B"; "" if unknown."""
+    if not image.tile:
+        return ""
+    given = image.tile[0].args
+    mode = str(given[0] if isinstance(given, tuple) and given else given)
+    bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (8,))
+    if image.mode not in ("L", "P", "1") and "16" not in mode and bits[0] == 16:  # Pillow takes each byte for a pixel
+        raise PrivlabError("16-bit colours in separate planes are not read. Save them interleaved, or with 8 bits.")
+    return mode
+
+
+def _from_colours(
+    image: Image.Image, data: bytes, mode: str, bit_depth: int | None
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Return an image of 16-bit colours with the stated depth, and the range of its levels.
+
+    Pillow keeps the upper byte of each level. The lower bytes are those that it reads in the other byte order; they
+    matter only where a depth is stated, or the upper bytes are nearly black.
+    """
+    upper = np.asarray(image)[..., :3].astype(np.int64)
+    about = 256 * int(upper.min()), 256 * int(upper.max()) + 255
+    if bit_depth in (None, 16) and about[1] >= _DARK:
+        return image, about
+    kind, _, order = mode.partition(";16")
+    native = "L" if sys.byteorder == "little" else "B"
+    other = {"L": "B", "B": "L"}[native if order == "N" else order]
+    with Image.open(io.BytesIO(data), formats=FORMATS) as again:
+        swapped = f"{kind};16{other}"
+        again.tile = [
+            tile._replace(args=(swapped, *tile.args[1:]) if isinstance(tile.args, tuple) else swapped)
+            for tile in again.tile
+        ]
+        try:
+            lower = np.asarray(again)[..., :3].astype(np.int64)
+        except ValueError:  # Pillow knows one byte order of grey with transparency
+            if bit_depth in (None, 16):
+                return image, about
+            raise PrivlabError("16-bit grey with transparency: --bit-depth needs it without transparency.") from None
+    values = 256 * upper + lower
+    levels = int(values.min()), int(values.max())
+    if bit_depth is not None:
+        scaled = Image.fromarray(_scaled(values, bit_depth))
+        if image.mode == "RGBA":
+            scaled.putalpha(image.getchannel("A"))
+        image.paste(scaled)  # into the opened image, which knows its orientation
+    return image, levels
+
+
+def _rgb(image: Image.Image, bit_depth: int | None) -> tuple[Image.Image, tuple[int, int] | None]:
+    """Return the RGB pixels with 8 bits, and the range of the levels of 16-bit grey."""
     if image.mode == "F":
         raise PrivlabError("Floating-point pixels (mode F), whose range is unknown; 8 or 16 bits are read.")
     if image.mode.startswith("I"):
-        return _from_integers(image).convert("RGB")
+        pixels, levels = _from_integers(image, bit_depth)
+        return pixels.convert("RGB"), levels
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-    return image.convert("RGB")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB"), None
+    return image.convert("RGB"), None
 
 
-def _from_integers(image: Image.Image) -> Image.Image:
+def _from_integers(image: Image.Image, bit_depth: int | None) -> tuple[Image.Image, tuple[int, int] | None]:
     # Pillow's own conversion clips at 255.
     values = np.asarray(image).astype(np.int64)
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 65535:
         raise PrivlabError(f"Integer pixels from {low} to {high}; 8 or 16 bits without sign are read.")
-    if image.mode != "I" or image.format in ("PNG", "PPM") or high > 255:
-        values = (values + 128) // 257
-    return Image.fromarray(values.astype(np.uint8))
+    if bit_depth is None and image.mode == "I" and image.format not in ("PNG", "PPM") and high <= 255:
+        return Image.fromarray(values.astype(np.uint8)), None  # 8-bit levels in a file of 32
+    return Image.fromarray(_scaled(values, bit_depth or 16)), (low, high)
+
+
+def _scaled(values: np.ndarray, bit_depth: int) -> np.ndarray:
+    """Return levels of a number of bits, in 0 … 2^bit_depth − 1, as the nearest levels of 8 bits."""
+    white = 2**bit_depth - 1
+    if (high := int(values.max())) > white:
+        raise PrivlabError(f"Levels up to {high} do not fit into --bit-depth {bit_depth}, whose largest is {white}.")
+    return ((2 * 255 * values + white) // (2 * white)).astype(np.uint8)

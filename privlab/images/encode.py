@@ -9,8 +9,6 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-__all__ = ["data_uri", "facts_html", "images_html", "png_bytes", "to_pil", "to_png"]
-
 _SHOWN, _SIDE = 8, 112
 """How many images a notebook shows of a batch, and how many pixels wide each one is."""
 

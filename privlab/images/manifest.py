@@ -1,20 +1,18 @@
-"""Manifests: CSV files that name photographs one by one, with the hash, the label and the membership of each."""
+"""CSV files that name photographs one by one: their labels, and manifests with hash, label and membership of each."""
 
 import csv
 import hashlib
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import get_args
 
 from privlab.base import PrivlabError, unknown_name
 from privlab.images.decode import LabelOrigin, NamedImage, as_text, one_line
-from privlab.images.label_csv import label_of
 from privlab.images.sources import ImageSource
-
-__all__ = ["MEMBERS", "Entry", "check_labels", "choose_images", "read_manifest", "to_csv"]
 
 MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
@@ -34,6 +32,7 @@ class Entry:
     name: str
     sha256: str
     label: int | None
+    targets: tuple[int, ...] | None
     origin: LabelOrigin | None
     member: str | None
     line: int
@@ -53,17 +52,27 @@ def to_csv(images: Iterable[NamedImage]) -> str:
         once.setdefault(image.sha256, image)
     once.pop("", None)
     for p in once.values():
-        label = "" if p.label is None else p.label
-        write([as_text(p.name), p.sha256, label, p.label_origin, p.member or "unknown"])
+        write([as_text(p.name), p.sha256, _label_cell(p), p.label_origin, p.member or "unknown"])
     return text.getvalue()
+
+
+def _label_cell(image: NamedImage) -> str:
+    if image.targets is not None:
+        return ";".join(map(str, image.targets)) + ";"
+    return "" if image.label is None else str(image.label)
+
+
+def _targets_of(cell: str, where: str) -> tuple[int, ...]:
+    return tuple(sorted(_label_of(index, "label", where) for index in cell.split(";") if index.strip()))
 
 
 def read_manifest(path: Path) -> tuple[Entry, ...]:
     """Return the lines of a manifest, a CSV file in UTF-8.
 
-    The columns name and sha256 (64 hex digits) are needed. Optional are label (a class index, empty for the source's
-    own), label_origin (folder, file, dataset, or none for an image without a label; file where it is left out) and
-    member (seen, not seen or unknown; unknown where it is left out).
+    The columns name and sha256 (64 hex digits) are needed. Optional are label (a class index, or for a multi-label
+    target the index of each class followed by a semicolon, as in 0;3;; empty for the source's own label), label_origin
+    (folder, file, dataset, or none for an image without a label; file where it is left out) and member (seen, not seen
+    or unknown; unknown where it is left out).
 
     Raises:
         PrivlabError: if the file cannot be read or is empty; if a column is missing, unknown or there twice; if a value
@@ -98,10 +107,11 @@ def check_labels(path: Path, classes: int) -> None:
         PrivlabError: for a label that is out of range, and as `read_manifest` does.
     """
     for entry in read_manifest(path):
-        if entry.label is not None and entry.label >= classes:
+        largest = max(entry.targets or (), default=entry.label)
+        if largest is not None and largest >= classes:
             raise PrivlabError(
                 f"{path}, line {entry.line}: label must be below {classes}, the number of the victim's classes. "
-                f"Found {entry.label}."
+                f"Found {largest}."
             )
 
 
@@ -127,17 +137,19 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
         raise PrivlabError(f"{where}: sha256 must have 64 hex digits. Found '{_short(cells['sha256'])}'.")
     if (member := cells.get("member") or "unknown") not in MEMBERS:
         raise PrivlabError(f"{where}: member must be seen, not seen or unknown. Found '{_short(member)}'.")
-    label = label_of(cells["label"], "label", where) if cells.get("label") else None
-    said = cells.get("label_origin") or ("file" if label is not None else "")
+    cell = cells.get("label", "")
+    targets = _targets_of(cell, where) if ";" in cell else None
+    label = _label_of(cell, "label", where) if cell and targets is None else None
+    said = cells.get("label_origin") or ("file" if cell else "")
     origins: dict[str, LabelOrigin] = {name: name for name in _ORIGINS}
     origin = origins.get(said)
     if said and origin is None:
         raise PrivlabError(f"{where}: label_origin must be {', '.join(_ORIGINS)}. Found '{_short(said)}'.")
-    if origin is not None and (origin == "none") != (label is None):
-        stated = "no label" if label is None else f"label {label}"
+    if origin is not None and (origin == "none") != (not cell):
+        stated = f"label {cell}" if cell else "no label"
         right = "Give label_origin file, or leave one of them out."
         raise PrivlabError(f"{where}: label_origin '{origin}' does not go with {stated}. {right}")
-    return Entry(name, sha256, label, origin, None if member == "unknown" else member, line)
+    return Entry(name, sha256, label, targets, origin, None if member == "unknown" else member, line)
 
 
 def _short(text: str) -> str:
@@ -167,8 +179,10 @@ def choose_images(source: ImageSource, path: Path, *, check: bool = True) -> Ima
 
     def with_entry(image: NamedImage) -> NamedImage:
         entry = by_name[as_text(image.name)]
-        label, origin = (image.label, image.label_origin) if entry.origin is None else (entry.label, entry.origin)
-        return replace(image, label=label, label_origin=origin, member=entry.member)
+        if entry.origin is None:
+            return replace(image, member=entry.member)
+        labelled = replace(image, label=entry.label, targets=entry.targets, label_origin=entry.origin)
+        return replace(labelled, member=entry.member)
 
     told = f"{source.description}; {len(entries)} of them chosen by {path.name} (SHA-256 {digest[:16]})"
     found = replace(taken.transform(with_entry), description=told)
@@ -214,3 +228,102 @@ def _absence(source: ImageSource, entry: Entry, path: Path, names: str) -> Privl
         f"{path}, line {entry.line}: no image '{_short(entry.name)}' in {source.description}{names}. "
         "Give the --images that the manifest was made for."
     )
+
+
+def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
+    """Check the options that choose images, before anything is opened.
+
+    Args:
+        limit: the number of images to use, at least 1; None for all.
+        every: the step between the images that are used, at least 1; None for 1.
+        offset: the position of the first image, from 0 on; None for 0.
+        manifest: the CSV file that names the images; with it, the three numbers must be None.
+
+    Raises:
+        PrivlabError: if a number is out of range, or a manifest and numbers both choose.
+    """
+    for name, value, least in (("limit", limit, 1), ("every", every, 1), ("offset", offset, 0)):
+        if value is None:
+            continue
+        if manifest is not None:
+            raise PrivlabError(f"A manifest names its photographs one by one. Found {name} {value} beside it.")
+        check_whole(name, value, least)
+
+
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Check that a value is an integer that is large enough.
+
+    Args:
+        name: name of the value, for the error.
+        value: the value.
+        least: the least integer that is allowed.
+
+    Raises:
+        PrivlabError: if it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        right = "a positive integer" if least else "an integer from 0 on"
+        raise PrivlabError(f"{name} must be {right}. Found {value!r}.")
+
+
+def relabel(source: ImageSource, path: Path) -> ImageSource:
+    """Return the source with the labels of the file; an image that the file lacks has no label."""
+    table = read_labels(path)
+    if source.names is not None:
+        _check_labels(table, source.names, path)
+
+    def with_label(image: NamedImage) -> NamedImage:
+        label = table.get(image.name, table.get(PurePosixPath(image.name).name))
+        return replace(image, label=label, targets=None, label_origin="none" if label is None else "file")
+
+    return replace(source.transform(with_label), class_names=None)
+
+
+def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) -> None:
+    bases = Counter(PurePosixPath(name).name for name in names)
+    known = set(names)
+    for file in table:
+        if file not in known and bases[file] > 1:
+            raise PrivlabError(f"{path}: '{file}' could be {bases[file]} images; give the path, as in '{names[0]}'.")
+    if not any(file in known or file in bases for file in table):
+        raise PrivlabError(f"{path}: none of its {len(table)} files is an image of the source, as '{names[0]}' is.")
+
+
+def read_labels(path: Path) -> dict[str, int]:
+    """Return the label of each file that a CSV file names.
+
+    Raises:
+        PrivlabError: if the file cannot be read, or holds something else.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            column = _label_column(rows.fieldnames or [], path)
+            table: dict[str, int] = {}
+            for row in rows:
+                where = f"{path}, line {rows.line_num}"
+                name = PurePosixPath(row["file"] or "").as_posix()
+                if name in table:
+                    raise PrivlabError(f"{where}: the file '{name}' is listed twice; give it one label.")
+                table[name] = _label_of(row[column], column, where)
+            return table
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PrivlabError(f"Cannot read the labels '{path}': {one_line(error)}.") from None
+
+
+def _label_column(header: Sequence[str], path: Path) -> str:
+    column = next((key for key in ("class_index", "label") if key in header), None)
+    if column is None or "file" not in header:
+        found = ", ".join(header) or "none"
+        raise PrivlabError(f"{path}, line 1: expected the columns file and class_index (or label). Found: {found}.")
+    return column
+
+
+def _label_of(text: str | None, column: str, where: str) -> int:
+    """Return the class index, in [0, 2^63 − 1], that a cell of a CSV file holds, as 2 or 2.0."""
+    # Programs that know no empty integers write 2.0 for 2.
+    digits = re.fullmatch(r"\s*([0-9]+)(\.0*)?\s*", text or "")
+    value = -1 if digits is None else int(digits[1])
+    if not 0 <= value < 2**63:
+        raise PrivlabError(f"{where}: {column} must be an integer from 0 on, of 64 bits. Found {text!r}.")
+    return value

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range
 from privlab.images import datasets, sources
-from privlab.images.decode import NamedImage, read_image
-from privlab.images.label_csv import relabel
-from privlab.images.manifest import choose_images
-from privlab.images.sources import ImageSource
-
-__all__ = ["Chunk", "ImageSource", "NamedImage", "Preprocessing"]
-__all__ += ["batches", "check_choice", "chunk_of", "open_images", "read_image"]
+from privlab.images.decode import NamedImage, check_bit_depth, warn_if_dark
+from privlab.images.manifest import check_choice, check_whole, choose_images, relabel
+from privlab.images.sources import ImageSource, Opening
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
@@ -34,6 +30,7 @@ def open_images(
     split: str | None = None,
     labels: str | Path | None = None,
     class_to_index: Mapping[str, int] | None = None,
+    bit_depth: int | None = None,
     check: bool = True,
 ) -> ImageSource:
     """Open images without reading them.
@@ -53,66 +50,52 @@ def open_images(
             where `train=` chooses it, else their own default; Hugging Face's give the test, else the validation, else
             the first split.
         labels: CSV with the columns `file` (an image's name, or its base name) and `class_index` or `label`; replaces
-            all other labels.
+            all other labels. "predicted" says that the victim's predictions will; those of the source need not be
+            class indices then.
         class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the positions in
-            the sorted folder names, as in torchvision's ImageFolder.
+            the sorted names of the folders that hold images, as in torchvision's ImageFolder.
+        bit_depth: number of bits, 1 to 16, that the levels of files of 16 bits use, such as 12 for most medical images;
+            None for all 16. Files of 8 bits are read as they are.
         check: whether the hash of each image is compared with the manifest's; the images are read for it.
 
     Raises:
         PrivlabError: if there is nothing to open, or an option does not fit the source or another option.
+
+    Warns:
+        PrivlabWarning: if a folder beside class folders holds no image; when images are read, if one has levels of 16
+            bits that do not reach a quarter of their range, and no `bit_depth` is given.
     """
     check_choice(limit, every, offset, manifest)
-    opened = _open(source, split, class_to_index, spread=(limit, every, offset) != (None, None, None))
+    check_bit_depth(bit_depth)
+    spread = (limit, every, offset) != (None, None, None)
+    opened = _open(source, Opening(split, class_to_index, spread, bit_depth, own_labels=labels is None))
+    if bit_depth is not None:
+        opened = replace(opened, description=f"{opened.description}, files of 16 bits read as {bit_depth}")
+    opened = opened.transform(warn_if_dark(bit_depth))
     if manifest is not None:
         opened = choose_images(opened, Path(manifest), check=check)
-    if labels is not None:
+    if labels not in (None, "predicted"):
         opened = relabel(opened, Path(labels))
     return _take(opened, limit, every, offset)
 
 
-def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
-    """Check the options that choose images, before anything is opened.
-
-    Args:
-        limit: the number of images to use, at least 1; None for all.
-        every: the step between the images that are used, at least 1; None for 1.
-        offset: the position of the first image, from 0 on; None for 0.
-        manifest: the CSV file that names the images; with it, the three numbers must be None.
-
-    Raises:
-        PrivlabError: if a number is out of range, or a manifest and numbers both choose.
-    """
-    for name, value, least in (("limit", limit, 1), ("every", every, 1), ("offset", offset, 0)):
-        if value is None:
-            continue
-        if manifest is not None:
-            raise PrivlabError(f"A manifest names its photographs one by one. Found {name} {value} beside it.")
-        _check_whole(name, value, least)
-
-
-def _open(
-    source: str | Path | Sequence[str | Path],
-    split: str | None,
-    class_to_index: Mapping[str, int] | None,
-    *,
-    spread: bool,
-) -> ImageSource:
+def _open(source: str | Path | Sequence[str | Path], how: Opening) -> ImageSource:
     several = not isinstance(source, (str, Path))
     if several and len(source) == 1:
-        return _open(source[0], split, class_to_index, spread=spread)
+        return _open(source[0], how)
     if isinstance(source, str) and source.startswith("torchvision:"):
-        return datasets.torchvision(source.removeprefix("torchvision:"), split)
+        return datasets.torchvision(source.removeprefix("torchvision:"), how)
     if isinstance(source, str) and source.startswith("hf:"):
-        return datasets.hugging_face(source.removeprefix("hf:"), split)
+        return datasets.hugging_face(source.removeprefix("hf:"), how)
     if not several and source != "samples" and Path(source).is_dir():
-        return sources.folder(Path(source), split, class_to_index, spread=spread)
+        return sources.folder(Path(source), how)
     if not several and Path(source).suffix == ".parquet" and Path(source).is_file():
-        return datasets.parquet(Path(source), split, spread=spread)
-    if split is not None and (several or source == "samples" or Path(source).exists()):
-        raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {source}.")
+        return datasets.parquet(Path(source), how)
+    if how.split is not None and (several or source == "samples" or Path(source).exists()):
+        raise PrivlabError(f"split is for folders and datasets. Found split '{how.split}' with {source}.")
     if source == "samples":
         return sources.samples()
-    return sources.files([Path(path) for path in source] if several else [Path(source)])
+    return sources.files([Path(path) for path in source] if several else [Path(source)], how)
 
 
 def _take(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
@@ -138,7 +121,7 @@ def _take(source: ImageSource, limit: int | None, every: int | None, offset: int
 
 def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[NamedImage]:
     """Yield images of a stream, whose end may come before the first of them."""
-    found = islice(source.read(), start, stop, step)
+    found = islice(iter(source), start, stop, step)
     if (first := next(found, None)) is not None:
         yield first
     elif start:
@@ -166,7 +149,7 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         for side in self.size:
-            _check_whole("size", side)
+            check_whole("size", side)
         check_range(0 < self.crop_pct <= 1, "crop_pct", "in (0, 1]", self.crop_pct)
         check_name("interpolation", self.interpolation, INTERPOLATIONS)
 
@@ -218,16 +201,13 @@ def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Ite
     Raises:
         PrivlabError: if `size` is not a positive integer.
     """
-    _check_whole("size", size)
+    check_whole("size", size)
     return _chunks(source, preprocessing, size)
 
 
 def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
     left = iter(source)
-    while True:
-        chunk = chunk_of(_readable(left, size), preprocessing)
-        if not (chunk.named or chunk.failed):
-            return
+    while (chunk := chunk_of(_readable(left, size), preprocessing)).named or chunk.failed:
         yield chunk
 
 
@@ -252,9 +232,3 @@ def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing) -> Chunk
             fine.append(replace(image, pixels=None))
     empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
     return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))
-
-
-def _check_whole(name: str, value: object, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        right = "a positive integer" if least else "an integer from 0 on"
-        raise PrivlabError(f"{name} must be {right}. Found {value!r}.")

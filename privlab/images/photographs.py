@@ -16,11 +16,7 @@ from privlab.base import PrivlabError
 from privlab.images.decode import read_image
 from privlab.images.open import Preprocessing, open_images
 from privlab.images.sources import SAMPLES, sample_file
-
-__all__ = ["apart_from", "common", "kin", "photographs"]
-
-SAME_DISTANCE = 0.02
-"""Mean distance of pixels in [0, 1] below which two images count as one, compressed or cut a little differently."""
+from privlab.images.twins import Thumbnails, thumbnails, twins
 
 
 class _Crop(NamedTuple):
@@ -63,8 +59,7 @@ def apart_from(
     """Return, for each private image, the names of the bundled photographs that are crops of other files than it is.
 
     None stands for an image that is no bundled photograph: all may be learned from. Crops and whole files are
-    recognised by their hash, or by their pixels after `preprocessing` (mean distance < `SAME_DISTANCE`); crops of
-    another kind are not.
+    recognised by their hash, or by their pixels after `preprocessing` (`twins`); crops of another kind are not.
 
     Args:
         sha256: the hash of each private image, b of them, in hex.
@@ -76,9 +71,8 @@ def apart_from(
     """
     found: list[tuple[str, ...] | None] = []
     names, table = _table(preprocessing)
-    for key, image in zip(sha256, images, strict=True):
-        near = (table.to(image) - image).abs().mean((1, 2, 3)) < SAME_DISTANCE
-        files = {file for file, is_near in zip(names, near.tolist(), strict=True) if is_near}
+    for key, near in zip(sha256, twins(images, table).tolist(), strict=True):
+        files = {file for file, is_near in zip(names, near, strict=True) if is_near}
         own = kin([key])
         files |= {crop.file for crop in _crops() if crop.sha256 in own}
         left = tuple(crop.name for crop in _crops() if crop.file not in files)
@@ -106,10 +100,10 @@ def _wholes() -> dict[str, str]:
 
 
 @lru_cache(maxsize=2)
-def _table(preprocessing: Preprocessing) -> tuple[tuple[str, ...], Float[Tensor, "m c h w"]]:
-    """Return the file of each crop, and of each whole, with its pixels after a preprocessing."""
+def _table(preprocessing: Preprocessing) -> tuple[tuple[str, ...], Thumbnails]:
+    """Return the file of each crop, and of each whole, with their thumbnails after a preprocessing."""
     crops = [image for image in open_images("samples") if image.pixels]
     files = dict.fromkeys(crop.file for crop in _crops())
     wholes = [read_image(sample_file(file)) for file in files]
     images = [preprocessing(each.pixels) for each in (*crops, *wholes) if each.pixels]
-    return (*(crop.file for crop in _crops()), *files), torch.stack(images)
+    return (*(crop.file for crop in _crops()), *files), thumbnails(torch.stack(images))

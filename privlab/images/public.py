@@ -1,7 +1,8 @@
 """Public photographs without the private ones: nothing may learn from the image that it is compared with."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -10,29 +11,29 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.images.photographs import kin
-
-__all__ = ["Others"]
+from privlab.images.twins import BLOCK, Thumbnails, thumbnails, twins
 
 
 @dataclass(frozen=True, eq=False)
 class Others:
     """Public photographs by the hash of their file, preprocessed as the private images are.
 
-    A public photograph counts as a private one where the hashes agree, or where all pixels do: a copy in another file
-    format. One that was resized or compressed anew has other pixels, and is not recognised. Of the bundled photographs
-    all crops of a file go together.
+    A public photograph counts as a private one where the hashes agree, or where both show one photograph (`twins`):
+    resized, mirrored, recompressed, made grey or cut a little differently. Of the bundled photographs all crops of a
+    file go together.
     """
 
     images: Mapping[str, Float[Tensor, "c h w"]]
 
     def without(self, sha256: Iterable[str], private: Float[Tensor, "b c h w"]) -> list[str]:
         """Return the hashes of the public photographs that are none of the private images; there may be none."""
-        copies = {*sha256}
-        for image in private:
-            near = self._by_row.get(_middle_row(image), ())
-            copies |= {key for key in near if torch.equal(self.images[key].to(image), image)}
-        private_ones = kin(copies)
+        private_ones = kin({*sha256}.union(*map(self._shown_by, private)))
         return [key for key in self.images if key not in private_ones]
+
+    def copies(self, sha256: Iterable[str], private: Float[Tensor, "b c h w"]) -> list[str]:
+        """Return the hashes of the public photographs that show a private image in another file."""
+        found, known = set().union(*map(self._shown_by, private)), kin(sha256)
+        return [key for key in self.images if key in found - known]
 
     def beside(self, sha256: str, private: Float[Tensor, "c h w"]) -> list[str]:
         """Return the hashes of the public photographs other than this private image; its controls are made of them.
@@ -48,14 +49,21 @@ class Others:
             )
         return left
 
+    def _shown_by(self, private: Float[Tensor, "c h w"]) -> frozenset[str]:
+        """Return the hashes of the public photographs that show this image; attacks and controls ask several times."""
+        key = hashlib.sha256(private.cpu().numpy().tobytes()).digest()
+        if key not in self._found:
+            marked = twins(private[None], self._thumbnails)[0].tolist() if self.images else []
+            self._found[key] = frozenset(name for name, is_twin in zip(self.images, marked, strict=True) if is_twin)
+        return self._found[key]
+
     @cached_property
-    def _by_row(self) -> dict[bytes, list[str]]:
-        """Return the photographs by their middle row: few of thousands are then compared as a whole."""
-        found: dict[bytes, list[str]] = {}
-        for key, image in self.images.items():
-            found.setdefault(_middle_row(image), []).append(key)
-        return found
+    def _found(self) -> dict[bytes, frozenset[str]]:
+        return {}
 
-
-def _middle_row(image: Float[Tensor, "c h w"]) -> bytes:
-    return image[:, image.shape[1] // 2].float().cpu().numpy().tobytes()
+    @cached_property
+    def _thumbnails(self) -> Thumbnails:
+        """Return the thumbnails of all photographs, in blocks: there may be thousands."""
+        images = [*self.images.values()]
+        parts = [thumbnails(torch.stack(images[i : i + BLOCK])) for i in range(0, len(images), BLOCK)]
+        return Thumbnails(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Thumbnails)))

@@ -3,18 +3,19 @@
 import hashlib
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice, zip_longest
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from privlab.base import PrivlabError
-from privlab.images.decode import MAX_BYTES, LabelOrigin, NamedImage, image_from_pil, read_image
-
-__all__ = ["ImageSource", "files", "folder", "sample_file", "samples"]
+from privlab.base import PrivlabError, first, warn
+from privlab.images.decode import MAX_BYTES, NamedImage, image_from_pil, read_image
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
+_OF_TOOLS = frozenset({"__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 SPLITS = frozenset({"train", "val", "valid", "validation", "test"})
 
 # (name, file that scikit-image's wheel carries, left, top, side): the first nine are nine different scenes.
@@ -40,70 +41,48 @@ SAMPLES = (
 class ImageSource:
     """Images that are read one at a time, anew in each iteration.
 
-    `count` is the number of images, unreadable ones included; it is None for a stream of unknown length, and `len()` is
-    then a TypeError. `names` are those of all images where they are known without reading, else None. `class_names[i]`
-    is the name of label i. `at` reads the image at a place, where that takes no reading of the others. `file` returns
-    the path of the image at a place, where images are whole files; `about` returns what is known of it without reading
-    it. `container` is the path of the one file that holds all images, where there is one.
+    Args:
+        description: what the source is, in one line, for reports and errors.
+        count: the number of images, unreadable ones included; None for a stream of unknown length, whose `len()` is a
+            TypeError.
+        class_names: the name of each label; None where they are not known.
+        names: the name of each image, `count` of them; None where they are not known without reading.
+        read: yields the images of a stream; None where `at` reads them.
+        at: reads the image at a place in [0, count), where that takes no reading of the others.
+        file: returns the path of the image at a place, where images are whole files.
+        container: path of the file that holds all images, where there is one.
+        about: returns what is known of the image at a place without reading it.
     """
 
     description: str
     count: int | None
     class_names: tuple[str, ...] | None
     names: tuple[str, ...] | None = field(repr=False)
-    read: Callable[[], Iterator[NamedImage]] = field(repr=False)
+    read: Callable[[], Iterator[NamedImage]] | None = field(default=None, repr=False)
     at: Callable[[int], NamedImage] | None = field(default=None, repr=False)
     file: Callable[[int], Path] | None = field(default=None, repr=False)
     container: Path | None = field(default=None, repr=False)
     about: Callable[[int], NamedImage] | None = field(default=None, repr=False)
 
-    @classmethod
-    def of(
-        cls,
-        description: str,
-        count: int,
-        class_names: tuple[str, ...] | None,
-        names: tuple[str, ...] | None,
-        at: Callable[[int], NamedImage],
-        file: Callable[[int], Path] | None = None,
-        container: Path | None = None,
-        about: Callable[[int], NamedImage] | None = None,
-    ) -> "ImageSource":
-        """Return a source whose images are read by their place, in any order.
-
-        Args:
-            description: what the source is, in one line, for reports and errors.
-            count: the number of images, unreadable ones included.
-            class_names: the name of each label; None where they are not known.
-            names: the name of each image, `count` of them; None where they are not known without reading.
-            at: reads the image at a place in [0, count).
-            file: returns the path of the image at a place, where images are whole files.
-            container: path of the file that holds all images, where there is one.
-            about: returns what is known of the image at a place without reading it.
-        """
-        return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file, container, about)
-
     def choose(self, places: Sequence[int]) -> "ImageSource":
         """Return the source of the images at these places, in this order; a stream has no places, and is an error."""
         at, file, about, names = self.at, self.file, self.about, self.names
         assert at is not None
-        return ImageSource.of(
-            self.description,
-            len(places),
-            self.class_names,
-            None if names is None else tuple(names[place] for place in places),
-            lambda i: at(places[i]),
-            None if file is None else lambda i: file(places[i]),
-            self.container,
-            None if about is None else lambda i: about(places[i]),
+        return replace(
+            self,
+            count=len(places),
+            names=None if names is None else tuple(names[place] for place in places),
+            at=lambda i: at(places[i]),
+            file=None if file is None else lambda i: file(places[i]),
+            about=None if about is None else lambda i: about(places[i]),
         )
 
     def transform(self, change: Callable[[NamedImage], NamedImage]) -> "ImageSource":
         """Return the source with `change` applied to each image; it changes no name, pixels or hash."""
-        at, about = self.at, self.about
+        read, at, about = self.read, self.at, self.about
         return replace(
             self,
-            read=lambda: map(change, self),
+            read=None if read is None else lambda: map(change, read()),
             at=None if at is None else lambda place: change(at(place)),
             about=None if about is None else lambda place: change(about(place)),
         )
@@ -125,12 +104,31 @@ class ImageSource:
         return [found[place] for place in places]
 
     def __iter__(self) -> Iterator[NamedImage]:
-        return self.read()
+        if self.read is not None:
+            return self.read()
+        assert self.at is not None
+        return map(self.at, range(len(self)))
 
     def __len__(self) -> int:
         if self.count is None:
             raise TypeError(f"The length of {self.description} is unknown.")
         return self.count
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a source is opened: the arguments of `open_images` that one kind of source or another needs.
+
+    `spread` says that the first image of each class comes first, then the second of each, and so on; otherwise images
+    come in the order of their paths or rows. `own_labels` says that the source's own labels are used; if not, it does
+    not matter what they are.
+    """
+
+    split: str | None = None
+    class_to_index: Mapping[str, int] | None = None
+    spread: bool = False
+    bit_depth: int | None = None
+    own_labels: bool = True
 
 
 def _file_hash(path: Path) -> str:
@@ -158,18 +156,25 @@ def samples() -> ImageSource:
     data = sample_file("")
 
     def at(place: int) -> NamedImage:
-        name, file, left, top, side = SAMPLES[place]
-        whole = read_image(data / file, name=f"samples/{name}")
-        if whole.pixels is None:
-            return whole
-        return image_from_pil(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
+        image = _sample(data, place)
+        return image if image.pixels is None else replace(image, pixels=image.pixels.copy())
 
     names = tuple(f"samples/{name}" for name, *_ in SAMPLES)
     description = f"{len(SAMPLES)} photographs that come with scikit-image"
-    return ImageSource.of(description, len(SAMPLES), None, names, at)
+    return ImageSource(description, len(SAMPLES), None, names, at=at)
 
 
-def files(paths: Sequence[Path]) -> ImageSource:
+@lru_cache(maxsize=len(SAMPLES))
+def _sample(data: Path, place: int) -> NamedImage:
+    """Return a photograph of scikit-image, decoded once in a process: each attack has them as public images."""
+    name, file, left, top, side = SAMPLES[place]
+    whole = read_image(data / file, name=f"samples/{name}")
+    if whole.pixels is None:
+        return whole
+    return image_from_pil(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
+
+
+def files(paths: Sequence[Path], how: Opening = Opening()) -> ImageSource:
     """Open files, in the order given."""
     if not paths:
         raise PrivlabError("No image given: expected a file, a folder, 'samples', 'torchvision:NAME' or 'hf:NAME'.")
@@ -182,69 +187,72 @@ def files(paths: Sequence[Path]) -> ImageSource:
             )
     names = tuple(path.as_posix() for path in paths)
     description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
-    return ImageSource.of(
+    return _of_paths(description, paths, names, how.bit_depth)
+
+
+def _of_paths(description: str, paths: Sequence[Path], names: tuple[str, ...], bit_depth: int | None) -> ImageSource:
+    return ImageSource(
         description,
         len(paths),
         None,
         names,
-        lambda i: read_image(paths[i]),
-        lambda i: paths[i],
+        at=lambda i: read_image(paths[i], name=names[i], bit_depth=bit_depth),
+        file=lambda i: paths[i],
         about=lambda i: NamedImage(names[i], "", None),
     )
 
 
-def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, spread: bool) -> ImageSource:
-    """Open a folder, flat or with one sub-folder per class.
-
-    Args:
-        root: path of the folder; the names of the images are their paths below it.
-        split: sub-folder to open; None for the folder itself.
-        class_to_index: label of each class folder, used if it knows all of them; otherwise, and for None, labels are
-            the positions in the sorted folder names.
-        spread: whether the first image of each class comes first, then the second of each, and so on; otherwise the
-            images come in the order of their paths.
+def folder(root: Path, how: Opening) -> ImageSource:
+    """Open a folder, flat or with one sub-folder per class; the names of the images are their paths below it.
 
     Raises:
         PrivlabError: if the folder or the split is not there or cannot be listed, holds no image, or holds splits of
             which none is chosen.
+
+    Warns:
+        PrivlabWarning: if a folder beside the class folders holds no image: it is no class, and takes no label.
     """
-    base = root if split is None else root / split
+    base = root if how.split is None else root / how.split
     if not base.is_dir():
-        raise PrivlabError(f"No folder '{base}' for split '{split}'. Found: {', '.join(_folders(root)) or 'none'}.")
+        raise PrivlabError(f"No folder '{base}' for split '{how.split}'. Found: {', '.join(_folders(root)) or 'none'}.")
     paths = _image_files(base)
     if not paths:
         raise PrivlabError(f"No image in the folder '{base}'. Expected files with {', '.join(sorted(SUFFIXES))}.")
-    folders = () if any(path.parent == base for path in paths) else _folders(base)
-    if split is None and folders and SPLITS.issuperset(folders):
+    with_images = {_top(path, base) for path in paths}
+    folders = () if any(path.parent == base for path in paths) else tuple(sorted(with_images))
+    if how.split is None and folders and SPLITS.issuperset(folders):
         raise PrivlabError(f"'{base}' holds splits, not classes: choose split from {', '.join(folders)}.")
-    if spread and folders:
-        paths = _interleave(paths, base)
-    indices, class_names, rule = _classes(folders, class_to_index)
+    if how.spread and folders:
+        paths = [paths[place] for place in by_turns([_top(path, base) for path in paths])]
+    indices, class_names, rule = _classes(folders, how.class_to_index)
+    if class_names == folders and (empty := [name for name in _folders(base) if name not in with_images]):
+        warn(
+            f"{first(empty, 3)} in '{base}' holds no image and is not counted as a class: the labels 0 to "
+            f"{len(folders) - 1} are those of {first(folders, 3)}. If it is a class, give --labels.",
+            3,
+        )
     names = tuple(path.relative_to(root).as_posix() for path in paths)
 
-    origin: LabelOrigin = "folder" if folders else "none"
+    opened = _of_paths(f"folder {base}: {len(paths)} images, {rule}", paths, names, how.bit_depth)
 
-    def label(place: int) -> int | None:
-        return indices.get(_top(paths[place], base))
+    def with_label(image: NamedImage) -> NamedImage:
+        return replace(image, label=indices.get(_top(root / image.name, base)), label_origin="folder")
 
-    return ImageSource.of(
-        f"folder {base}: {len(paths)} images, {rule}",
-        len(paths),
-        class_names,
-        names,
-        lambda i: read_image(paths[i], name=names[i], label=label(i), label_origin=origin),
-        lambda i: paths[i],
-        about=lambda i: NamedImage(names[i], "", None, label(i), origin),
-    )
+    return replace(opened.transform(with_label), class_names=class_names) if folders else opened
 
 
 def _top(path: Path, base: Path) -> str:
     return path.relative_to(base).parts[0]
 
 
-def _interleave(paths: Sequence[Path], base: Path) -> list[Path]:
-    classes = [list(group) for _, group in groupby(paths, key=lambda path: _top(path, base))]
-    return [path for row in zip_longest(*classes) for path in row if path is not None]
+def by_turns(labels: Sequence[object]) -> list[int]:
+    """Return the places of all labels: the first of each label, then the second of each, and so on."""
+    met: Counter[object] = Counter()
+    turns = []
+    for label in labels:
+        turns.append(met[label])
+        met[label] += 1
+    return sorted(range(len(turns)), key=turns.__getitem__)
 
 
 def _classes(
@@ -261,8 +269,12 @@ def _classes(
 
 
 def _folders(base: Path) -> tuple[str, ...]:
-    # Hidden folders are left out: a stray .ipynb_checkpoints would shift every label.
-    return tuple(sorted(path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")))
+    return tuple(sorted(path.name for path in base.iterdir() if path.is_dir() and not _is_of_a_tool(path.name)))
+
+
+def _is_of_a_tool(name: str) -> bool:
+    """Return whether a file or folder is not the user's: hidden, or made beside the data by a system or a tool."""
+    return name.startswith(".") or name in _OF_TOOLS
 
 
 def _image_files(base: Path) -> list[Path]:
@@ -274,8 +286,8 @@ def _image_files(base: Path) -> list[Path]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (Path(folder, name) for name in files if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not _is_of_a_tool(name))
+        paths = (Path(folder, name) for name in files if not _is_of_a_tool(name))
         found += [path for path in paths if path.suffix.lower() in SUFFIXES]
     return sorted(found)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
 from privlab.attacks import attacks
+from privlab.base import warn
 from privlab.defenses import defenses
 from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import read_experiment
@@ -11,8 +12,6 @@ from privlab.metrics import METRICS, PLACEMENT
 from privlab.metrics.names import LPIPS
 from privlab.threat import acts_on, attack_declarations
 from privlab.victims import ARCHITECTURES, ZOO, victim_names
-
-__all__ = ["catalogue"]
 
 Listing = Mapping[str, object]
 
@@ -61,6 +60,8 @@ def _defenses() -> list[Listing]:
 
 
 def _metrics() -> list[Listing]:
+    for reason in METRICS.broken.values():
+        warn(reason)
     return [
         {
             "name": m.name,

@@ -4,16 +4,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 
 import torch
 
-from privlab.base import PrivlabError, versions
+from privlab.base import PrivlabError, version_of, versions
 from privlab.metrics import LPIPS_BACKBONES, find_backbone, is_shipped
 from privlab.victims import ARCHITECTURES, COMPACT, PLACERS, ZOO, WeightsUnavailable, pretrained_file, shipped_file
-
-__all__ = ["examine"]
 
 Finding = Mapping[str, str]
 
@@ -22,7 +20,7 @@ _EXTRAS = {
     "datasets": "--images hf:NAME",
     "split": "privlab split",
     "training": "the attacks inversion-…",
-    "text": "keys of BERT and GPT-2",
+    "text": "victims of transformers",
     "ray": "--engine ray of privlab attack and table",
     "robustness": "privlab evaluate --outliers",
     "study": "the UMAP of privlab study pe",
@@ -36,17 +34,20 @@ _EXTRAS = {
 }
 """What the optional extras of privlab are for; `all` is all of them but the last two."""
 
+_USES = {"lpips": "the metrics lpips_*"}
+
 
 def examine(lpips_weights: Path | None = None) -> list[Finding]:
     """Return a row for each feature: what it is, "ok" or "missing", what was found, and what it is needed for."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return [
         *(
-            _row(name, found is not None, found or "not installed", _use(name))
+            _row(name, found is not None, found or "not installed", _USES.get(name, "everything"))
             for name, found in versions().items()
             if name not in _EXTRAS
         ),
         _row("threads", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores", "speed on a CPU"),
-        _row("gpu", torch.cuda.is_available(), _gpu(), "--device cuda"),
+        _row("gpu", gpu is not None, gpu or "torch sees no CUDA device", "--device cuda"),
         _row("disk", True, f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here", "run directories"),
         *(_pretrained_weights(name, timm_name) for name, timm_name in ARCHITECTURES.items() if name not in COMPACT),
         _shipped_weights("zoo victims", list(ZOO), "their names in --model, and --weights pretrained"),
@@ -60,13 +61,9 @@ def _row(what: str, there: bool, found: str, use: str) -> Finding:
     return {"what": what, "state": "ok" if there else "missing", "found": found, "needed for": use}
 
 
-def _use(package: str) -> str:
-    return {"lpips": "the metrics lpips_*"}.get(package, "everything")
-
-
 def _extra(name: str, use: str) -> Finding:
     """Return whether all packages of an extra are installed, or the command that installs them."""
-    found = {package: _version(package) for package in _packages(name)}
+    found = {package: version_of(package) for package in _packages(name)}
     if lacking := [package for package, there in found.items() if there is None]:
         return _row(f"extra {name}", False, f"no {', '.join(lacking)}: pip install 'privlab[{name}]'", use)
     return _row(f"extra {name}", True, ", ".join(f"{package} {there}" for package, there in found.items()), use)
@@ -80,17 +77,6 @@ def _packages(extra: str) -> Iterator[str]:
             yield named[0]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _gpu() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees no CUDA device"
-
-
 def _pretrained_weights(name: str, architecture: str) -> Finding:
     use = f"--weights pretrained with {name}, {name}_mjp, {name}_nope"
     try:
@@ -102,7 +88,7 @@ def _pretrained_weights(name: str, architecture: str) -> Finding:
 def _shipped_weights(what: str, names: Sequence[str], use: str) -> Finding:
     """Return whether this package holds the trained weights of all these models, as it should."""
     if lacking := [name for name in names if shipped_file(name) is None]:
-        return _row(what, False, f"this package lacks {', '.join(lacking)}: install it again", use)
+        return _row(what, False, f"only in a clone of privlab: {', '.join(lacking)}", use)
     return _row(what, True, f"come with privlab: {', '.join(names)}", use)
 
 

@@ -30,5 +30,3 @@ from .key_file import to_bytes as to_bytes
 from .key_file import write_new as write_new
 from .layouts import VIT as VIT
 from .layouts import WeightLayout as WeightLayout
-from .text_models import text_layout as text_layout
-from .text_models import text_shape as text_shape

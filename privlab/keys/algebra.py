@@ -42,19 +42,6 @@ from privlab.base import PrivlabError, check_name, unknown_name
 from privlab.keys.layouts import VIT, WeightLayout
 from privlab.patches import bits, inverse
 
-__all__ = [
-    "SPACES",
-    "ModelKey",
-    "ModelShape",
-    "apply_key",
-    "check_fits",
-    "key_bits",
-    "new_key",
-    "remove_key",
-    "residual_bits",
-    "residual_only",
-]
-
 Space = Literal["full", "paper", "residual"]
 SPACES = ("full", "paper", "residual")
 

@@ -26,8 +26,6 @@ from privlab.base import PrivlabError
 from privlab.keys.layouts import VIT
 from privlab.patches import bits
 
-__all__ = ["COMBINATION", "RATIOS", "SCALES", "Cloak", "apply_cloak", "cloak_bits", "new_cloak", "offloaded"]
-
 COMBINATION = (0, 1, 2, 3, 4)
 """The entries of c."""
 

@@ -27,21 +27,6 @@ from privlab.victims import COMPACT, from_any_layout, hash_of, pretrained_file, 
 from privlab.victims import named as victims
 from privlab.victims.zoo import BASE
 
-__all__ = [
-    "FORMAT",
-    "ModelFile",
-    "Seal",
-    "check_fingerprint",
-    "check_model",
-    "decrypt_file",
-    "encrypt_file",
-    "is_file",
-    "public_state",
-    "read_model",
-    "rekey_file",
-    "shape_of_model",
-]
-
 FORMAT = "privlab-encrypted/1"
 _CLEAR = "clear"
 

@@ -33,8 +33,6 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.keys.algebra import SPACES, ModelKey, ModelShape, check_fits, key_bits, residual_bits
 
-__all__ = ["FORMAT", "KeyFile", "canonical", "key_id", "load_key", "save_key", "to_bytes", "write_new"]
-
 FORMAT = "privlab-key/1"
 _NAMES = ("heads", "hidden", "qk", "residual", "value")
 _MOST_BYTES = 1 << 28

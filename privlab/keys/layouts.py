@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["VIT", "WeightLayout", "affine", "linear"]
-
 Rules = dict[str, tuple[str, ...]]
 
 

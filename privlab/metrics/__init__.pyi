@@ -2,12 +2,6 @@ from .embedding import Embedding as Embedding
 from .embedding import load_embedding as load_embedding
 from .formulas import FORMULAS as FORMULAS
 from .formulas import Pair as Pair
-from .identity import Ranks as Ranks
-from .identity import class_agreement as class_agreement
-from .identity import low_pass as low_pass
-from .identity import rank_of as rank_of
-from .identity import ranks_by as ranks_by
-from .identity import squeeze_embedding as squeeze_embedding
 from .lpips_backbones import LPIPS_BACKBONES as LPIPS_BACKBONES
 from .lpips_backbones import LpipsUnavailable as LpipsUnavailable
 from .lpips_backbones import find_backbone as find_backbone
@@ -25,12 +19,6 @@ from .placement import match_images as match_images
 from .placement import neighbour_accuracy as neighbour_accuracy
 from .placement import placed_share as placed_share
 from .placement import placement_accuracy as placement_accuracy
-from .reconstruction_bound import clopper_pearson as clopper_pearson
-from .reconstruction_bound import fixed_guess as fixed_guess
-from .reconstruction_bound import gram as gram
-from .reconstruction_bound import identify as identify
-from .reconstruction_bound import success_bound as success_bound
-from .registry import ADDED as ADDED
 from .registry import DECIBELS as DECIBELS
 from .registry import METRICS as METRICS
 from .registry import MIRRORED as MIRRORED
@@ -42,6 +30,7 @@ from .registry import correlation as correlation
 from .registry import fft2d as fft2d
 from .registry import fft2d_mjp as fft2d_mjp
 from .registry import gms_affine as gms_affine
+from .registry import levels_wrong as levels_wrong
 from .registry import load_lpips as load_lpips
 from .registry import mse as mse
 from .registry import psnr as psnr

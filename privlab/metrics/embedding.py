@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError, unknown_name
 from privlab.victims import hash_of, read_state
 
-__all__ = ["Embedding", "load_embedding"]
-
 
 @dataclass(frozen=True, eq=False)
 class Embedding:

@@ -12,8 +12,6 @@ from torch.nn.functional import avg_pool2d
 from privlab.base import PrivlabError
 from privlab.metrics.window import RADIUS, gaussian
 
-__all__ = ["FORMULAS", "Pair", "by", "check_shapes", "decibels"]
-
 _C1, _C2 = 0.01**2, 0.03**2
 _C_GMS = 170 / 255**2
 _CHW = (1, 2, 3)

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, first, sha256_of
 
-__all__ = ["LPIPS_BACKBONES", "SHIPPED", "LpipsBackbone", "LpipsUnavailable", "find_backbone", "load_features"]
-__all__ += ["is_shipped", "net_at_hand", "read_features"]
-
 _FOLDER = Path(str(resources.files("privlab.metrics"))) / "backbones"
 _HOW = "Give the file, or the folder that holds it, with --lpips-weights PATH."
 

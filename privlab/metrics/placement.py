@@ -11,21 +11,6 @@ from privlab.metrics.registry import Metric
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Reconstruction, Sent
 
-__all__ = [
-    "PLACEMENT",
-    "adjacent_share",
-    "as_sent",
-    "assign_images",
-    "crosses",
-    "displaced_slots",
-    "in_best_order",
-    "key_recovered",
-    "match_images",
-    "neighbour_accuracy",
-    "placed_share",
-    "placement_accuracy",
-]
-
 _XU = "Xu et al. 2024 (row permutation)"
 PLACEMENT: dict[str, Metric] = {
     "placement_accuracy": Metric("placement_accuracy", None, "higher leaks", (0.0, 1.0), 4, f"share of slots, {_XU}"),

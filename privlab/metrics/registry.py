@@ -7,7 +7,7 @@ clipped, and their scores would flatter a defense.
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,39 +16,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, PrivlabWarning, check_name, with_plugins
+from privlab.base import PrivlabError, check_name, installed_plugins, memory_ended, warn
 from privlab.metrics.formulas import FORMULAS, Pair, by, check_shapes, decibels
 from privlab.metrics.lpips_backbones import (
     LPIPS_BACKBONES,
-    LpipsUnavailable,
     find_backbone,
     load_features,
     read_features,
 )
-
-__all__ = [
-    "ADDED",
-    "DECIBELS",
-    "METRICS",
-    "MIRRORED",
-    "STRUCTURE",
-    "Learned",
-    "Lpips",
-    "LpipsUnavailable",
-    "Metric",
-    "correlation",
-    "fft2d",
-    "fft2d_mjp",
-    "gms_affine",
-    "load_lpips",
-    "mse",
-    "psnr",
-    "psnr_affine",
-    "psnr_region",
-    "score",
-    "ssim",
-    "ssim_skimage",
-]
 
 
 def mse(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
@@ -71,6 +46,23 @@ def psnr(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tens
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
     """
     return FORMULAS["psnr"](Pair.of(x, y))
+
+
+def levels_wrong(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Return the number of values per image whose grey level in 8 bits is wrong: Σ [round(255 x) ≠ round(255 y)].
+
+    Range [0, c h w]; 0 means that the image was reconstructed exactly.
+
+    Args:
+        x: reconstructions in [0, 1].
+        y: references in [0, 1].
+
+    Raises:
+        PrivlabError: if the shapes do not fit or a pixel lies outside [0, 1].
+    """
+    pair = Pair.of(x, y)
+    wrong = (255 * pair.x).round() != (255 * pair.y).round()
+    return wrong.flatten(1).sum(1).to(pair.x)
 
 
 def psnr_region(
@@ -106,7 +98,7 @@ def ssim(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tens
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
 
-    Source: Wang et al. 2004; the padding is that of pytorch-ssim, which MJP's tables use.
+    Source: Wang et al. 2004; the padding is that of pytorch-ssim, which MJP's tables use. [@wang2004ssim; @ren2023mjp]
     """
     return FORMULAS["ssim"](Pair.of(x, y))
 
@@ -120,7 +112,7 @@ def ssim_skimage(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Fl
     Raises:
         PrivlabError: if an image is smaller than 11 × 11, the shapes differ, or a pixel lies outside [0, 1].
 
-    Source: Wang et al. 2004, in its authors' setting.
+    Source: Wang et al. 2004, in its authors' setting. [@wang2004ssim]
     """
     return FORMULAS["ssim_skimage"](Pair.of(x, y))
 
@@ -137,6 +129,7 @@ def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Ten
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
 
     Source: what the script of MJP (Ren et al. 2023) means to compute; see `fft2d_mjp` for what it computes.
+    [@ren2023mjp]
     """
     return FORMULAS["fft2d"](Pair.of(x, y))
 
@@ -152,7 +145,7 @@ def fft2d_mjp(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
 
-    Source: the evaluation script of MJP (Ren et al. 2023), with the complex cosine distance of SciPy 1.0.
+    Source: the evaluation script of MJP (Ren et al. 2023), with the complex cosine distance of SciPy 1.0. [@ren2023mjp]
     """
     return FORMULAS["fft2d_mjp"](Pair.of(x, y))
 
@@ -196,7 +189,7 @@ def gms_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Floa
     Raises:
         PrivlabError: if an image is smaller than 6 × 6, the shapes differ, or a pixel lies outside [0, 1].
 
-    Source: Xue et al. 2014, Eq. 4, "Gradient magnitude similarity deviation", its mean; the fit is ours.
+    Source: Xue et al. 2014, Eq. 4, "Gradient magnitude similarity deviation", its mean; the fit is ours. [@xue2014gmsd]
     """
     return FORMULAS["gms_affine"](Pair.of(x, y))
 
@@ -219,7 +212,7 @@ class Lpips:
         Raises:
             PrivlabError: if images are not RGB or grey, are too small for the backbone, or have a pixel outside [0, 1].
 
-        Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers.
+        Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers. [@zhang2018lpips]
         """
         return _lpips(Pair.of(x, y), self)
 
@@ -274,7 +267,7 @@ class Metric:
 
 _MJP = "Ren et al. 2023 (MJP)"
 _LPIPS = "Zhang et al. 2018 (LPIPS)"
-METRICS: dict[str, Metric] = {
+_OWN: dict[str, Metric] = {
     "mse": Metric("mse", mse, "lower leaks", (0.0, 1.0), 4, "mean squared error"),
     "psnr": Metric("psnr", psnr, "higher leaks", (0.0, math.inf), 2, "−10 log₁₀ MSE, in dB"),
     "ssim": Metric("ssim", ssim, "higher leaks", (-1.0, 1.0), 4, f"Wang et al. 2004, zero padding: {_MJP}"),
@@ -293,6 +286,68 @@ METRICS: dict[str, Metric] = {
     "lpips_squeeze": Metric("lpips_squeeze", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
     "f_sim": Metric("f_sim", None, "higher leaks", (-1.0, 1.0), 4, "F-SIM: Xu et al. 2024, Table 6"),
 }
+
+
+class _Metrics(Mapping[str, Metric]):
+    """privlab's metrics, and those that entry points name, which are loaded when one of them is first looked up.
+
+    Their packages import this module, so they cannot be loaded while it is imported.
+    """
+
+    def __init__(self) -> None:
+        self._added: Mapping[str, Metric] | None = None
+        self._broken: dict[str, str] = {}
+
+    @property
+    def added(self) -> Mapping[str, Metric]:
+        """Return the metrics of other packages by name."""
+        if self._added is None:
+            self._added = {}  # what a package finds here while it is loaded
+            self._added, self._broken = _of_other_packages()
+        return self._added
+
+    @property
+    def broken(self) -> Mapping[str, str]:
+        """Return what is wrong with each entry point that gives no metric, by its name."""
+        return self._broken if self.added is not None else {}
+
+    def __getitem__(self, name: str) -> Metric:
+        if name in _OWN:
+            return _OWN[name]
+        if name in self.broken:
+            raise PrivlabError(self.broken[name])
+        return self.added[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _OWN
+        yield from self.added
+
+    def __len__(self) -> int:
+        return len(_OWN) + len(self.added)
+
+
+def _of_other_packages() -> tuple[dict[str, Metric], dict[str, str]]:
+    """Return the metrics that entry points name, and what is wrong with those that give none, by name."""
+    found: dict[str, Metric] = {}
+    broken: dict[str, str] = {}
+    for name, point in {point.name: point for point in installed_plugins("privlab.metrics")}.items():
+        if name in _OWN:
+            continue
+        try:
+            metric = point.load()
+        except Exception as error:  # a package of others raises anything, and the other metrics do without it
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            broken[name] = f"Entry point '{name}' of privlab.metrics cannot be loaded from '{point.value}': {why}."
+            continue
+        if isinstance(metric, Metric) and metric.name == name and name.isidentifier():
+            found[name] = metric
+        else:
+            what = f"a Metric whose name is '{name}', in letters, digits and underscores"
+            broken[name] = f"Entry point '{name}' of privlab.metrics must be {what}."
+    return found, broken
+
+
+METRICS = _Metrics()
 """The metrics by name, those of other packages included, which `Metric` describes."""
 
 DECIBELS = ("psnr", "psnr_affine")
@@ -369,28 +424,21 @@ def _check_metric(name: str, learned: Mapping[str, Learned]) -> None:
 def _value(name: str, pair: Pair, learned: Mapping[str, Learned]) -> Float[Tensor, " b"]:
     if name in FORMULAS:
         return FORMULAS[name](pair)
-    values = (METRICS[name].function or learned[name])(pair.x, pair.y)
+    own, metric = name not in METRICS.added, METRICS[name]
+    try:
+        values = (metric.function or learned[name])(pair.x, pair.y)
+    except Exception as error:  # a package of others raises anything
+        if own or isinstance(error, PrivlabError) or memory_ended(error) is not None:
+            raise
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise PrivlabError(f"Metric '{name}', which another package defines, raised {why}.") from error
+    if not own and not isinstance(values, Tensor):
+        raise PrivlabError(f"Metric '{name}' must return a tensor. Found {type(values).__name__}.")
     if values.shape != pair.x.shape[:1]:
         wanted, found = tuple(pair.x.shape[:1]), tuple(values.shape)
         raise PrivlabError(f"Metric '{name}' must return one value per image, of shape {wanted}. Found shape {found}.")
+    low, high = metric.range
+    if not own and bool(((values < low) | (values > high)).any()):
+        message = f"Metric '{name}' returned values outside its declared range, {low:g} to {high:g}."
+        warn(message, 4)
     return values.to(pair.x)
-
-
-def _of_other_packages() -> dict[str, Metric]:
-    """Return the metrics that entry points name, but for those that are none, or could be no column of their own."""
-    found = {}
-    for name, metric in with_plugins(METRICS, "privlab.metrics").items():
-        if name in METRICS:
-            continue
-        if isinstance(metric, Metric) and metric.name == name and name.isidentifier():
-            found[name] = metric
-        else:
-            what = f"a Metric whose name is '{name}', in letters, digits and underscores"
-            warnings.warn(f"Entry point '{name}' of privlab.metrics must be {what}.", PrivlabWarning, stacklevel=2)
-    return found
-
-
-ADDED = _of_other_packages()  # last of all: their packages import what stands above
-"""The metrics of other packages by name."""
-
-METRICS.update(ADDED)

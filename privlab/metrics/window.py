@@ -7,8 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["RADIUS", "gaussian"]
-
 RADIUS, _SIGMA = 5, 1.5  # radius and σ of the Gaussian window of SSIM, 11 × 11
 _STRIP = 24  # rows of a strip of the banded matrix: short ones multiply fewer zeros, long ones run at full speed
 

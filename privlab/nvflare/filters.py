@@ -18,12 +18,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.release.capture import capture_update
+from privlab.release.capture import capture_next, numbered
 from privlab.runs.own_update import LEAKS, OwnUpdateAudit, write_line
 from privlab.threat import Client
 from privlab.victims import victim
-
-__all__ = ["AuditFilter", "RecordFilter"]
 
 _BEFORE = "privlab.before"
 
@@ -65,7 +63,8 @@ class RecordFilter(_UpdateFilter):
         recipe.add_client_output_filter(RecordFilter("/data/updates"), tasks=["train"])
 
     They lie in `/data/updates/round-R/SITE/before.safetensors` and `after.safetensors`. What is recorded is what
-    leaves if it is the last output filter. An update that cannot be recorded is one line in NVFlare's log.
+    leaves if it is the last output filter. If there is an earlier record, of another job, the folder is `SITE-2`, and
+    so on. An update that cannot be recorded is one line in NVFlare's log.
 
     Args:
         folder: absolute path of the folder on the client's machine: NVFlare works in folders of its own.
@@ -85,7 +84,7 @@ class RecordFilter(_UpdateFilter):
             site: the client's name.
         """
         try:
-            capture_update(before, after, Path(self.folder) / round_ / site)
+            capture_next(before, after, numbered(Path(self.folder) / round_ / site))
         except PrivlabError as error:
             self.logger.warning("privlab: %s, %s: no update recorded. %s", round_, site, error)
 

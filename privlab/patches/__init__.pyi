@@ -1,8 +1,8 @@
 from .cutting import blockwise_mask as blockwise_mask
 from .cutting import jigsaw as jigsaw
+from .cutting import masked_slots as masked_slots
 from .cutting import patchify as patchify
 from .cutting import permute as permute
-from .cutting import shuffle_pixels as shuffle_pixels
 from .cutting import shuffle_within as shuffle_within
 from .cutting import slots_to_pixels as slots_to_pixels
 from .cutting import unpatchify as unpatchify

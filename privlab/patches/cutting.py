@@ -12,17 +12,6 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
 
-__all__ = [
-    "blockwise_mask",
-    "jigsaw",
-    "patchify",
-    "permute",
-    "shuffle_pixels",
-    "shuffle_within",
-    "slots_to_pixels",
-    "unpatchify",
-]
-
 
 def patchify(images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n k"]:
     """Cut images into rows of k = c·patch² values, in the order of a convolution's flattened weight.
@@ -85,49 +74,13 @@ def jigsaw(
         PrivlabError: if `ratio` is outside [0, 1], the number of images is not a multiple of that of the draws, or a
             side of the images is not a multiple of `patch`.
     """
-    group, grid = _images_per_draw(images, draws), (images.shape[2] // patch, images.shape[3] // patch)
+    if not draws or len(images) % len(draws):
+        raise PrivlabError(f"{len(images)} images take as many draws, or a divisor of that. Found {len(draws)}.")
+    group, grid = len(images) // len(draws), (images.shape[2] // patch, images.shape[3] // patch)
     masks = [blockwise_mask(grid, ratio, draw) for draw in draws]
     orders = [shuffle_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
     order, mask = (torch.stack(each).to(images.device).repeat_interleave(group, 0) for each in (orders, masks))
     return permute(images, order, patch), order, mask
-
-
-def shuffle_pixels(
-    images: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b n"], patch: int, draws: Sequence[Generator]
-) -> Float[Tensor, "b c h w"]:
-    """Return images with the pixels of each masked patch shuffled, by one order for all patches that share a draw.
-
-    The channels of a pixel stay together.
-
-    Args:
-        images: the images; their sides are multiples of `patch`.
-        mask: marks the patches whose pixels are shuffled.
-        patch: the side of a patch, in pixels.
-        draws: generators on the CPU, one for each image or one for each group of consecutive images of equal size.
-
-    Raises:
-        PrivlabError: if the number of images is not a multiple of that of the draws, or a side of the images is not a
-            multiple of `patch`.
-
-    Source: MLP-Mixer (Tolstikhin et al. 2021), Section 3.5: pixels within each patch, by a shared permutation.
-    """
-    drawn = torch.stack([torch.randperm(patch**2, generator=draw) for draw in draws]).to(images.device)
-    orders = drawn.repeat_interleave(_images_per_draw(images, draws), 0)
-    pixels, (_, c, h, w) = patchify(images, patch).unflatten(2, (-1, patch**2)), images.shape
-    moved = pixels.gather(3, orders[:, None, None].expand_as(pixels))
-    chosen = torch.where(mask[..., None, None], moved, pixels)
-    return unpatchify(chosen.flatten(2), (c, h, w))
-
-
-def _images_per_draw(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int:
-    """Return how many images share a draw.
-
-    Raises:
-        PrivlabError: if the number of images is not a multiple of that of the draws.
-    """
-    if not draws or len(images) % len(draws):
-        raise PrivlabError(f"{len(images)} images take as many draws, or a divisor of that. Found {len(draws)}.")
-    return len(images) // len(draws)
 
 
 def slots_to_pixels(
@@ -142,6 +95,16 @@ def slots_to_pixels(
     """
     square = slots.unflatten(1, grid)
     return square.repeat_interleave(patch, 1).repeat_interleave(patch, 2)
+
+
+def masked_slots(slots: int, ratio: float) -> int:
+    """Return ⌊ratio·n⌋, the number of slots that a block-wise mask covers unless its rectangles find no room.
+
+    Args:
+        slots: number n of slots of an image.
+        ratio: γ in [0, 1], the share of the slots to mask.
+    """
+    return int(ratio * slots)
 
 
 def blockwise_mask(
@@ -167,7 +130,7 @@ def blockwise_mask(
     if not 0 <= ratio <= 1:
         raise PrivlabError(f"The mask ratio γ must be in [0, 1]. Found {ratio}.")
     height, width = grid
-    target = int(ratio * height * width)
+    target = masked_slots(height * width, ratio)
     mask = torch.zeros(grid, dtype=torch.bool)
     if target == height * width:
         return ~mask.flatten()  # random rectangles might not cover the whole grid

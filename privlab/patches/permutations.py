@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-__all__ = ["bits", "draw_orders", "inverse", "permute_features", "restore_features"]
-
 
 def permute_features(
     Z: Float[Tensor, "*b n d"], rows: Int[Tensor, "... n"] | None = None, columns: Int[Tensor, " d"] | None = None

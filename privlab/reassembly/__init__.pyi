@@ -1,7 +1,5 @@
 from .border_costs import FLOOR as FLOOR
 from .border_costs import border_cost as border_cost
-from .exact import MOST_SLOTS as MOST_SLOTS
-from .exact import arrange_exactly as arrange_exactly
 from .methods import REASSEMBLIES as REASSEMBLIES
 from .methods import Borders as Borders
 from .methods import ByDropPos as ByDropPos
@@ -9,8 +7,6 @@ from .methods import ByMp3 as ByMp3
 from .methods import Predicted as Predicted
 from .methods import Reassembly as Reassembly
 from .methods import rearrange as rearrange
-from .odds import SHARPNESS as SHARPNESS
-from .odds import border_odds as border_odds
 from .predictors import DropPosNetwork as DropPosNetwork
 from .predictors import Mp3Network as Mp3Network
 from .predictors import PositionPredictor as PositionPredictor
@@ -19,9 +15,6 @@ from .predictors import predictor_file as predictor_file
 from .predictors import save_predictor as save_predictor
 from .predictors import sincos as sincos
 from .predictors import tiles as tiles
-from .slot_law import SlotLaw as SlotLaw
-from .slot_law import describe_pieces as describe_pieces
-from .slot_law import fit_slots as fit_slots
 from .solver import ROUNDS as ROUNDS
 from .solver import assemble as assemble
 from .solver import standing_slots as standing_slots

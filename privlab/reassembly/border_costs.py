@@ -6,10 +6,11 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_range
 
-__all__ = ["FLOOR", "border_cost", "border_costs"]
-
 FLOOR = 1e-5
 """Variance of an exact pixel in [0, 1] that no neighbour predicts: rounding to 8 bits, and the camera's noise."""
+
+GRAIN = 2.0**-10
+"""Unit of `in_grains`: sums of its multiples are exact in double precision, in any order."""
 
 
 def border_cost(
@@ -49,6 +50,27 @@ def border_costs(patches: Float[Tensor, "*b n c p p"], *, floor: float = FLOOR) 
     """Return `border_cost` of patch j to the right of patch i, at [0, ..., i, j], and below it, at [1, ..., i, j]."""
     down = patches.mT
     return torch.stack([border_cost(patches, patches, floor=floor), border_cost(down, down, floor=floor)])
+
+
+def exact_costs(patches: Float[Tensor, "n c p p"], *, floor: float = FLOOR) -> Float[Tensor, "2 n n"]:
+    """Return `border_costs` of the 8-bit values of one image's patches, as multiples of `GRAIN` in double precision.
+
+    An arrangement that is found by them depends on neither the rounding errors of the reconstruction nor the order in
+    which costs are added up, and thus not on other images, the number of threads or the device.
+
+    Args:
+        patches: n patches of c × p × p pixels, p ≥ 3, approximately in [0, 1].
+        floor: as in `border_cost`.
+
+    Raises:
+        PrivlabError: as in `border_cost`.
+    """
+    return in_grains(border_costs((patches.double() * 255).round() / 255, floor=floor))
+
+
+def in_grains(costs: Float[Tensor, "*k"]) -> Float[Tensor, "*k"]:
+    """Return costs rounded to multiples of `GRAIN`, in double precision."""
+    return (costs.double() / GRAIN).round() * GRAIN
 
 
 def _one_way(patches: Float[Tensor, "*b m c p p"], lines: Float[Tensor, "*b k c p"], floor: float) -> Tensor:

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_range, linear_sum_assignment
 from privlab.patches import patchify
-from privlab.reassembly.border_costs import border_costs
+from privlab.reassembly.border_costs import exact_costs, in_grains
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
 from privlab.reassembly.solver import ROUNDS, assemble, standing_slots
 from privlab.threat import Reconstruction
-from privlab.victims import placer
-
-__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearrange"]
+from privlab.victims import PLACERS, placer
 
 
 @runtime_checkable
@@ -49,7 +47,8 @@ class Reassembly(Protocol):
 class Borders:
     """Put patches where their borders fit, by `privlab.reassembly.solver`, anchored on the slots that are known.
 
-    If none is known, the slots whose borders fit as they are count as known, if there are any (`standing_slots`).
+    If none is known, the slots whose borders fit as they are seem to be, if there are any (`standing_slots`). Costs are
+    those of 8-bit values (`exact_costs`): the order of an image depends on these alone, not on other images.
     Patches that are all equal, such as grey ones, have no order and stay.
 
     Args:
@@ -78,8 +77,9 @@ class Borders:
     ) -> Int[Tensor, " n"]:
         if _alike(patches[~known]):
             return torch.arange(len(patches), device=patches.device)
-        costs = border_costs(patches.float())
-        return assemble(costs, grid, known if known.any() else standing_slots(costs, grid), rounds=self.rounds)
+        costs = exact_costs(patches)
+        standing = None if known.any() else standing_slots(costs, grid)
+        return assemble(costs, grid, known, standing=standing, rounds=self.rounds)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,12 @@ class Predicted:
             PrivlabError: if there is no such file.
         """
         name = placer(self.name, grid, patch) if self.weights == "auto" else self.weights
-        if name is not None and (path := predictor_file(name)).is_file():
+        if name is None:
+            lack = "Its own are not for {} × {} patches of {p} × {p} pixels.".format(*grid, p=patch)
+        elif (path := predictor_file(name)).is_file():
             return path
-        (h, w), p = grid, patch
-        lack = f"Found no file '{name}'." if name else f"Its own are not for {h} × {w} patches of {p} × {p} pixels."
+        else:
+            lack = f"Found no file '{name}'{', which a clone of privlab holds' if name in PLACERS else ''}."
         raise PrivlabError(
             f"Re-assembly by {self.name} needs a trained predictor: `privlab train {self.name}` makes one, "
             f"--set {self.name}.weights=FILE names it. {lack}"
@@ -149,19 +151,25 @@ class Predicted:
         Raises:
             PrivlabError: if there is no predictor for these patches, as `predictor` says.
         """
-        predictor, pixels = self.predictor(grid, patches.shape[-1], patches.device), patches.float()
-        costs = torch.stack([border_costs(each) for each in pixels])
-        fixed = [row if row.any() else standing_slots(each, grid) for each, row in zip(costs, known, strict=True)]
-        places = -predictor.scores(pixels, torch.stack(fixed)).mT
-        orders = []
-        for i, (row, cost) in enumerate(zip(fixed, costs, strict=True)):
-            if _alike(pixels[i, ~known[i]]):
-                orders.append(torch.arange(len(row), device=row.device))
-            elif self.borders:
-                orders.append(assemble(cost, grid, row, places=places[i], rounds=self.rounds))
-            else:
-                orders.append(_assign(places[i], row))
-        return torch.stack(orders)
+        predictor = self.predictor(grid, patches.shape[-1], patches.device)
+        return torch.stack([self._order(predictor, *each, grid) for each in zip(patches, known, strict=True)])
+
+    def _order(
+        self,
+        predictor: PositionPredictor,
+        patches: Float[Tensor, "n c p p"],
+        known: Bool[Tensor, " n"],
+        grid: tuple[int, int],
+    ) -> Int[Tensor, " n"]:
+        if _alike(patches[~known]):
+            return torch.arange(len(patches), device=patches.device)
+        costs = exact_costs(patches)
+        fixed = known if known.any() else standing_slots(costs, grid)
+        seen = (patches * 255).round() / 255  # one image at a time: products of a larger batch round differently
+        places = in_grains(-predictor.scores(seen[None].float(), fixed[None])[0].T)
+        if not self.borders:
+            return _assign(places, fixed)
+        return assemble(costs, grid, known, standing=fixed, places=places, rounds=self.rounds)
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,6 @@ from privlab.base import PrivlabError, unknown_name
 from privlab.patches import patchify
 from privlab.victims import VictimModel, shipped_file
 
-__all__ = [
-    "PREDICTORS",
-    "DropPosNetwork",
-    "Mp3Network",
-    "PositionPredictor",
-    "load_predictor",
-    "predictor_file",
-    "save_predictor",
-    "sincos",
-    "tiles",
-]
-
 LEFT_BEHIND = ("model.vit.head.", "model.vit.pos_embed", "model.unk_embed")
 """The parts of a model that no predictor reads."""
 

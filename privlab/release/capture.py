@@ -27,16 +27,16 @@ Importing this brings torch and safetensors, and nothing else that is heavy.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_range, first
-
-__all__ = ["FORMAT", "REDUCTIONS", "VERSION", "capture", "capture_update"]
+from privlab.base import PrivlabError, check_range, first, write_whole
 
 FORMAT, VERSION = "privlab-gradients", "1"
 REDUCTIONS = ("mean", "sum")
@@ -104,7 +104,56 @@ def capture_update(
     Raises:
         PrivlabError: if the two have other names or shapes, hold the same weights, or cannot be written.
     """
-    folder = Path(folder)
+    return _write_update(before, after, lambda: _made(Path(folder), exist_ok=True))
+
+
+def capture_next(
+    before: nn.Module | Mapping[str, Tensor], after: nn.Module | Mapping[str, Tensor], folders: Iterable[Path]
+) -> tuple[Path, Path]:
+    """Save an update as `capture_update` does, in the first of some folders that does not exist yet.
+
+    An earlier record is never replaced, also if several processes record at once.
+
+    Args:
+        before: the weights before the training.
+        after: the weights after it.
+        folders: the folders in question, without end.
+
+    Raises:
+        PrivlabError: as `capture_update` does.
+    """
+
+    def unused() -> Path:
+        for folder in folders:
+            with suppress(FileExistsError):
+                return _made(folder, exist_ok=False)
+        raise AssertionError("there are folders without end")
+
+    return _write_update(before, after, unused)
+
+
+def numbered(folder: Path) -> Iterator[Path]:
+    """Yield a folder's path, and then the path with "-2", "-3" and so on at its end."""
+    yield folder
+    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+
+
+def _made(folder: Path, *, exist_ok: bool) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if not exist_ok:
+            raise
+        raise PrivlabError(f"The folder '{folder}' cannot be made: there is a file of that name.") from None
+    except OSError as error:
+        raise PrivlabError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
+    return folder
+
+
+def _write_update(
+    before: nn.Module | Mapping[str, Tensor], after: nn.Module | Mapping[str, Tensor], make: Callable[[], Path]
+) -> tuple[Path, Path]:
+    """Check the weights, make the folder, and write the two files."""
     states = [
         {_WRAPPERS.sub("", key): value.detach().cpu().clone().contiguous() for key, value in state.items()}
         for state in (each.state_dict() if isinstance(each, nn.Module) else each for each in (before, after))
@@ -119,11 +168,8 @@ def capture_update(
             "Nothing was trained: before and after are the same weights. Take a copy before the training: "
             "copy.deepcopy(model.state_dict())."
         )
+    folder = make()
     paths = folder / "before.safetensors", folder / "after.safetensors"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PrivlabError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
     for state, path in zip(states, paths, strict=True):
         _write(state, path, "weights")
     return paths
@@ -131,12 +177,10 @@ def capture_update(
 
 def _write(tensors: Mapping[str, Tensor], path: Path, what: str, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file that is there whole or not at all."""
-    temporary = path.with_name(f".tmp-{path.name}")
+    facts = None if metadata is None else dict(metadata)
     try:
-        save_file(dict(tensors), temporary, None if metadata is None else dict(metadata))
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        write_whole(path, lambda draft: save_file(dict(tensors), draft, facts), durable=False, place="file")
+    except SafetensorError as error:
         raise PrivlabError(f"The {what} cannot be written to '{path}': {error}.") from error
 
 

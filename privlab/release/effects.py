@@ -30,19 +30,15 @@ from privlab.threat import (
 )
 from privlab.victims import VictimModel
 
-__all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measure_effects", "stand_in"]
-
 AnyDefense = Defense | FeatureDefense | GradientDefense
 """A defense of images, of features or of gradients."""
 
-DRAWS = 8
-"""Releases of each image on which a defense is measured: what it does to one in ten hardly stays hidden."""
+DRAWS = 8  # releases of each image on which a defense is measured: what it does to one in ten hardly stays hidden
 
 STD_TOLERANCE = 0.05
 """The relative distance of a noise's measured deviation from the declared `std` within which `std` is believed."""
 
-ROUNDING_ERROR = 1e-3
-"""The relative error of a release, beyond its noise, above which it is more than rounding."""
+ROUNDING_ERROR = 1e-3  # the relative error of a release, beyond its noise, above which it is more than rounding
 
 ORDER: dict[RowOrder, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 
@@ -227,7 +223,7 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
         std = said
     return Effects(
         rows=_furthest(*places),
-        columns=any(_permutes_columns(each) for each in sent),
+        columns=any(each.columns is not None and bool((each.columns.diff() != 1).any()) for each in sent),
         noise_std=std,
         other=off > ROUNDING_ERROR**2 * size + STD_TOLERANCE * variance,
     )
@@ -247,10 +243,6 @@ def _rows(sent: Sent) -> RowOrder:
     if bool((order != order[0]).any()):
         return "own"
     return "kept" if torch.equal(order[0], slots) else "shared"
-
-
-def _permutes_columns(sent: Sent) -> bool:
-    return sent.columns is not None and bool((sent.columns.diff() != 1).any())
 
 
 def _restore(sent: Sent) -> Float[Tensor, "b t d"]:

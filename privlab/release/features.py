@@ -1,5 +1,6 @@
 """What a client of split learning sends, and what its server sees of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,21 +10,9 @@ from torch import Tensor
 
 from privlab.base import full_precision
 from privlab.patches import restore_features
-from privlab.release.effects import effects_of
-from privlab.threat import (
-    Capability,
-    Defense,
-    Draws,
-    FeatureDefense,
-    FeatureObservation,
-    Feed,
-    GradientDefense,
-    Sent,
-    Stack,
-)
+from privlab.release.effects import AnyDefense, effects_of
+from privlab.threat import Capability, Draws, FeatureObservation, Feed, Sent, Stack
 from privlab.victims import VictimModel
-
-__all__ = ["feature_capabilities", "observe_features", "predictions", "send"]
 
 FILTERED_PIXELS = 64 * 64
 """The most pixels of an image that grant `filtered_images` and `mixed_images`.
@@ -72,10 +61,7 @@ def observe_features(
 
 
 def feature_capabilities(
-    model: VictimModel,
-    public: int,
-    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
-    cut_layer: int = 0,
+    model: VictimModel, public: int, defense: Sequence[AnyDefense] = (), cut_layer: int = 0
 ) -> frozenset[Capability]:
     """Return the capabilities of a server of split learning that knows the model and the defense.
 
@@ -88,29 +74,22 @@ def feature_capabilities(
     Raises:
         PrivlabError: if a defense that declares no effects does not run.
     """
-    grants = {
-        Capability.KNOWS_WEIGHTS,
-        Capability.RELEASED_FEATURES,
-        Capability.KNOWS_DEFENSE,
-        Capability.QUERIES,
+    done, stack = effects_of(model, defense), Stack(tuple(defense))
+    few_pixels = math.prod(model.image_shape[1:]) <= FILTERED_PIXELS
+    granted = {
+        Capability.KNOWS_WEIGHTS: True,
+        Capability.RELEASED_FEATURES: True,
+        Capability.KNOWS_DEFENSE: True,
+        Capability.QUERIES: True,
+        Capability.EMBEDDED_ROWS: cut_layer == 0,
+        Capability.AUXILIARY_IMAGES: public > 0,
+        Capability.OWN_ROWS: done.rows != "mixed",
+        Capability.FILTERED_IMAGES: done.other and stack.changes_images and few_pixels,
+        Capability.MIXED_IMAGES: stack.mixes_images and few_pixels,
+        Capability.POSITION_EMBEDDINGS: model.vit.pos_embed is not None,
+        Capability.CLASS_TOKEN: model.vit.cls_token is not None,
     }
-    if cut_layer == 0:
-        grants.add(Capability.EMBEDDED_ROWS)
-    if public:
-        grants.add(Capability.AUXILIARY_IMAGES)
-    done = effects_of(model, defense)
-    if done.rows != "mixed":
-        grants.add(Capability.OWN_ROWS)
-    (h, w), stack = model.image_shape[1:], Stack(tuple(defense))
-    if done.other and stack.changes_images and h * w <= FILTERED_PIXELS:
-        grants.add(Capability.FILTERED_IMAGES)
-    if stack.mixes_images and h * w <= FILTERED_PIXELS:
-        grants.add(Capability.MIXED_IMAGES)
-    if model.vit.pos_embed is not None:
-        grants.add(Capability.POSITION_EMBEDDINGS)
-    if model.vit.cls_token is not None:
-        grants.add(Capability.CLASS_TOKEN)
-    return frozenset(grants)
+    return frozenset(capability for capability, holds in granted.items() if holds)
 
 
 def predictions(model: VictimModel, sent: Sent, cut_layer: int = 0) -> Float[Tensor, "b y"]:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from privlab.base import PrivlabError
 
-__all__ = ["check_gradients", "session_folders"]
-
 
 def session_folders(folder: Path) -> list[Path]:
     """Return the folders of the sessions of a recording, or the folder itself where it is that of one session.

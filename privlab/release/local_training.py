@@ -4,43 +4,28 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError, full_precision, int8_step, to_int8
-from privlab.release.effects import effects_of
+from privlab.base import PrivlabError, full_precision, gradients_enabled, int8_step, to_int8
+from privlab.release.checked import check_names
+from privlab.release.effects import AnyDefense, effects_of
 from privlab.release.gradients import gradient_capabilities, released_names
-from privlab.threat import (
-    Capability,
-    Client,
-    ClientData,
-    Defense,
-    FeatureDefense,
-    GradientDefense,
-    Observation,
-    Stack,
-    client_loss,
-    private_targets,
-)
-from privlab.victims import PREFIX_TOKENS, VictimModel, adapted, bottlenecked, prompted
+from privlab.threat import Capability, Client, ClientData, Defense, Observation, Stack, client_loss, private_targets
+from privlab.victims import VictimModel, adapted, bottlenecked, prompted
 
-__all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
-__all__ += ["Replayed", "as_gradients", "each_release", "replay", "served", "undecayed", "update_on", "without_decay"]
+Update: TypeAlias = Mapping[str, Float[Tensor, "..."]]
+"""What local training moved, or a part of it, by timm's parameter name."""
 
 _FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_EMBEDDING = ("patch_embed.", "pos_embed", *PREFIX_TOKENS)
 
 
 def served(model: VictimModel, client: Client) -> VictimModel:
     """Return the model that the server sends to a client: with the adapters or prompts that it trains.
-
-    Args:
-        model: the server's model; it is left as it is.
-        client: the public settings.
 
     Raises:
         PrivlabError: as in `adapted`, `bottlenecked` or `prompted`.
@@ -70,21 +55,12 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
         PrivlabError: if the model has none of them, or freezes them, or can have no adapters or prompts.
     """
     model = served(model, client)
-    norms = {path for path, layer in model.vit.named_modules() if isinstance(layer, nn.LayerNorm)}
-    chosen = {
-        "all": lambda name: True,
-        "no-embedding": lambda name: not name.startswith(_EMBEDDING),
-        "attention": lambda name: ".attn." in name,
-        "norms": lambda name: name.rpartition(".")[0] in norms,
-        "head": lambda name: name.startswith("head."),
-        "lora": lambda name: ".lora_" in name or name.startswith("head."),
-        "adapters": lambda name: ".mlp.adapter." in name or name.startswith("head."),
-        "prompts": lambda name: name == "reg_token" or name.startswith("head."),
-    }[client.trains]
-    names = [name for name, _ in model.vit.named_parameters() if chosen(name) and name not in model.frozen]
+    names = [name for name, _ in model.vit.named_parameters() if client.chooses(name) and name not in model.frozen]
     if not names:
         raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: this model has no such parameters.")
-    return [*names, "unk_embed"] if client.trains == "all" and effects_of(model, defense).pe == "unknown" else names
+    return (
+        [*names, "unk_embed"] if client.chooses("unk_embed") and effects_of(model, defense).pe == "unknown" else names
+    )
 
 
 def run_client(
@@ -124,7 +100,7 @@ def run_client(
     device = model.mean.device
     targets = private_targets(model, client, data.images, data.labels, data.draw)
     seed = int(torch.randint(2**62, (), generator=data.draw))
-    with full_precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with gradients_enabled(), full_precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         _train(own, list(trained.values()), client, data, targets, Stack(tuple(defense)))
     update = {}
@@ -136,23 +112,31 @@ def run_client(
 
 
 def update_on(
-    model: VictimModel, client: Client, image: Float[Tensor, "1 c h w"], label: int
+    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"]
 ) -> dict[str, Float[Tensor, "..."]]:
-    """Return −(θ_T − θ_0) of a client that trains on one image: what a reconstruction would make of its settings.
+    """Return −(θ_T − θ_0) of a client that trains on these images: what reconstructions would make of its settings.
 
-    Dropout is drawn anew.
+    Several images make one batch in each step. Dropout is drawn anew.
 
     Args:
         model: the server's model with θ_0; it is left as it is.
-        client: the public settings, of one image.
-        image: the image, in [0, 1].
-        label: its class index.
+        client: the public settings.
+        images: the images, in [0, 1].
+        target: the class index of all of them, or the targets of each, which hold the smoothing already.
 
     Raises:
         PrivlabError: as in `run_client`.
     """
-    data = ClientData(image, torch.tensor([label], device=image.device), Generator())
-    return {name: -difference for name, difference in run_client(model, client, data).items()}
+    B = len(images)
+    if isinstance(target, Tensor):
+        client, labels = replace(client, label_smoothing=0.0), target.to(images)
+    else:
+        labels = torch.full((B,), target, device=images.device)
+    if B > 1:
+        steps = client.total_steps
+        client = replace(client, images=B, batch_size=B, accumulation=1, steps=steps, epochs=None, shuffle=False)
+    moved = run_client(model, client, ClientData(images, labels, Generator()))
+    return {name: -difference for name, difference in moved.items()}
 
 
 class Replayed(NamedTuple):
@@ -197,7 +181,7 @@ def replay(model: VictimModel, client: Client, images: Float[Tensor, "t c h w"],
 
 
 def update_capabilities(
-    model: VictimModel, client: Client, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
+    model: VictimModel, client: Client, defense: Sequence[AnyDefense] = ()
 ) -> frozenset[Capability]:
     """Return the capabilities that the update of a client of a model grants, under a defense.
 
@@ -224,7 +208,7 @@ def observe_updates(
     client: Client,
     clients: Sequence[ClientData],
     parameters: Collection[str] | None = None,
-    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
+    defense: Sequence[AnyDefense] = (),
 ) -> Observation:
     """Return what the server sees of clients that train with the same public settings: their updates, or means of K.
 
@@ -250,6 +234,7 @@ def observe_updates(
         PrivlabError: as in `run_client` and `update_capabilities`, or if there is no client, or their number is no
             multiple of K.
     """
+    check_names(parameters)
     if not clients:
         raise PrivlabError("An update needs at least one client. Found none.")
     if len(clients) % client.clients:
@@ -274,9 +259,7 @@ def observe_updates(
     return Observation(model, gradients, grants, tuple(defense), client.released_images, client=client)
 
 
-def without_decay(
-    model: VictimModel, update: Mapping[str, Float[Tensor, "..."]], lost: float
-) -> dict[str, Float[Tensor, "..."]]:
+def without_decay(model: VictimModel, update: Update, lost: float) -> dict[str, Float[Tensor, "..."]]:
     """Return −(θ_T − θ_0) − lost · θ_0 in float64: what the gradients alone moved, with the sign of a gradient.
 
     Args:
@@ -287,9 +270,7 @@ def without_decay(
     return {name: u.double() - lost * _parameter(model, name).detach().double() for name, u in update.items()}
 
 
-def undecayed(
-    model: VictimModel, update: Mapping[str, Float[Tensor, "..."]], client: Client
-) -> dict[str, Float[Tensor, "..."]]:
+def undecayed(model: VictimModel, update: Update, client: Client) -> dict[str, Float[Tensor, "..."]]:
     """Return `without_decay` by a client's own settings; the update as it is where decay has no factor (Adam's).
 
     Args:
@@ -301,11 +282,7 @@ def undecayed(
 
 
 def each_release(seen: Observation) -> list[dict[str, Float[Tensor, "..."]]]:
-    """Return the releases of an observation one by one, each by parameter name.
-
-    Args:
-        seen: gradients or updates of one or several clients.
-    """
+    """Return the releases of an observation one by one, each by parameter name."""
     return [dict(zip(seen.gradients, one, strict=True)) for one in zip(*seen.gradients.values(), strict=True)]
 
 
@@ -399,14 +376,8 @@ def _train(
 def _optimiser(parameters: list[Tensor], client: Client) -> torch.optim.Optimizer:
     """Return torch's optimiser in a fresh state."""
     if client.optimiser == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=client.lr,
-            momentum=client.momentum,
-            dampening=client.dampening,
-            nesterov=client.nesterov,
-            weight_decay=client.weight_decay,
-        )
+        names = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
+        return torch.optim.SGD(parameters, **{name: getattr(client, name) for name in names})
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[client.optimiser]
     betas = (client.beta1, client.beta2)
     return kind(parameters, lr=client.lr, betas=betas, eps=client.eps, weight_decay=client.weight_decay)

@@ -11,10 +11,9 @@ holds the contract of the session, the server's model, and versions. Features co
 """
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning
+from privlab.base import PrivlabError, warn, write_whole
 from privlab.release.given import session_folders
-
-__all__ = ["Recorded", "Recorder", "SessionRecorder", "read_recording", "recorded_cut_layer", "recorded_sessions"]
 
 _FORMAT, _VERSION = "privlab-recording", 1
 Kind = Literal["step", "infer"]
@@ -67,7 +64,7 @@ class Recorder:
         """Return the recorder of a session, new or resumed."""
         path = self._folder / name / "session.json"
         if not path.exists():
-            started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            started = datetime.now(UTC).isoformat(timespec="seconds")
             about = {"format": _FORMAT, "version": _VERSION, "session": name, "started": started}
             self.write(path, (json.dumps(about | dict(self._facts) | dict(facts), indent=2) + "\n").encode())
         return SessionRecorder(self, path.parent)
@@ -76,15 +73,12 @@ class Recorder:
         """Write one file, whole or not at all; after a failure, nothing more is written."""
         if self._stopped:
             return
-        temporary = path.with_name(f".tmp-{path.name}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            temporary.write_bytes(data)
-            temporary.replace(path)
-        except OSError as error:
+            write_whole(path, lambda draft: draft.write_bytes(data), durable=False, place="--record")
+        except (OSError, PrivlabError) as error:
             self._stopped = True
-            temporary.unlink(missing_ok=True)
-            self._on_stop(f"Recording stopped: '{path}' cannot be written: {error.strerror}. The sessions go on.")
+            self._on_stop(f"Recording stopped: {error} The sessions go on.")
 
 
 class SessionRecorder:
@@ -187,6 +181,6 @@ def _batch(session: str, kind: Kind, number: int, path: Path) -> Recorded | None
             if tensor.ndim != 3 or tensor.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"expected b × t × d floats, found {tuple(tensor.shape)} of {tensor.dtype}")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        warnings.warn(f"Left out '{path}': {' '.join(str(error).split())}.", PrivlabWarning, stacklevel=2)
+        warn(f"Left out '{path}': {' '.join(str(error).split())}.", 2)
         return None
     return Recorded(session, kind, number, features, gradient)

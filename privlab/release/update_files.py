@@ -1,19 +1,22 @@
 """The weights before and after a client's local training, in two files, as the update that a server sees."""
 
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, first
+from privlab.base import PrivlabError, first, warn
+from privlab.release.effects import AnyDefense
 from privlab.release.gradient_file import GradientFile, check_fit
-from privlab.release.local_training import trained_parameters, undecayed, update_capabilities
-from privlab.threat import Client, Defense, FeatureDefense, GradientDefense, Observation
+from privlab.release.local_training import rounding_deviation, trained_parameters, undecayed, update_capabilities
+from privlab.threat import Client, Observation
 from privlab.victims import VictimModel, from_any_layout, read_state
 
-__all__ = ["check_order", "label_of_update", "read_update", "update_between", "update_observation"]
+_FEW = 3  # the most parameters that are listed as those which did not move
 
 
 def read_update(before: Path, after: Path, images: int, weights: Collection[str]) -> GradientFile:
@@ -26,12 +29,7 @@ def read_update(before: Path, after: Path, images: int, weights: Collection[str]
         weights: timm's names of the weights of the client's model.
 
     Raises:
-        PrivlabError: if a file cannot be read, the two are of different models, hold NaN, infinity or integers instead
-            of weights, or are the same.
-
-    Warns:
-        PrivlabWarning: for other integer tensors of the second file alone, which are left aside. Of the first one the
-            model says it that takes its weights.
+        PrivlabError: if a file cannot be read, or as in `update_between`.
     """
     old, new = (read_state(path) for path in (before, after))
     return update_between(old, new, images, (str(before), str(after)), weights)
@@ -70,11 +68,10 @@ def update_between(
             )
     counters = [set(state) - set(_floats(state)) for state in (old, new)]
     if aside := sorted(counters[1] - counters[0]):
-        warnings.warn(
+        warn(
             f"{short[1]}: {first(aside, 3)} {'is' if len(aside) == 1 else 'are'} left aside: integers, such as the "
             "counters of BatchNorm, are no weights.",
-            PrivlabWarning,
-            stacklevel=4,
+            4,
         )
     old, new = _floats(old), _floats(new)
     problems = {
@@ -102,12 +99,12 @@ def update_between(
 
 
 def update_observation(
-    released: GradientFile,
-    model: VictimModel,
-    client: Client,
-    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
+    released: GradientFile, model: VictimModel, client: Client, defense: Sequence[AnyDefense] = ()
 ) -> tuple[GradientFile, Observation]:
-    """Return the update of the trained parameters, and what the adversary sees of it.
+    """Return the update of the parameters that moved, and what the adversary sees of it.
+
+    The client of the observation trains what moved, whatever was stated. Behind filters, which may leave nothing of a
+    parameter, it trains what was stated and what moved.
 
     Args:
         released: what `read_update` returns.
@@ -116,23 +113,21 @@ def update_observation(
         defense: the filters that the client is known to use: the file holds what they released.
 
     Raises:
-        PrivlabError: if the update is of another model, or of parameters that the client does not train, or the client
-            trains adapters or prompts.
+        PrivlabError: if the update is of another model, or of parameters that this model does not train.
+
+    Warns:
+        PrivlabWarning: if not all parameters moved, or others than stated.
     """
-    if client.trains in ("lora", "adapters", "prompts"):
+    held = {name: u for name, u in released.gradients.items() if name in dict(model.vit.named_parameters())}
+    moved = {name for name, u in held.items() if bool(u.any())}
+    if fixed := sorted(moved & model.frozen):
         raise PrivlabError(
-            f"{released.source}: files of adapters and prompts are not read. Found client.trains={client.trains}: "
-            "privlab trains such a client itself, without --update."
+            f"{released.source}: this model fixes {first(fixed, 3)}. Found that they moved: name the client's model."
         )
-    parameters = dict(model.vit.named_parameters())
-    held = {name: u for name, u in released.gradients.items() if name in parameters}
-    names = trained_parameters(model, client)
-    if moved := [name for name, u in held.items() if name not in names and bool(u.any())]:
-        raise PrivlabError(
-            f"{released.source}: client.trains={client.trains} leaves {first(moved, 3)} as they were. Found that they "
-            "moved: name what the client trains."
-        )
-    left = frozenset(held.keys() - set(names))
+    if not moved:
+        raise PrivlabError(f"{released.source}: nothing that this model trains moved. Name the client's model.")
+    client = _that_moved(released.source, model, client, held, moved, filtered=bool(defense))
+    left = frozenset(held.keys() - set(trained_parameters(model, client)))
     released = GradientFile(
         released.source, {n: u for n, u in held.items() if n not in left}, released.batch_size, "mean", left
     )
@@ -140,6 +135,101 @@ def update_observation(
     gradients = {name: u.to(model.mean)[None] for name, u in released.gradients.items()}
     grants = update_capabilities(model, client, defense)
     return released, Observation(model, gradients, grants, tuple(defense), client.released_images, client=client)
+
+
+def _that_moved(
+    source: str, model: VictimModel, client: Client, update: Mapping[str, Tensor], moved: set[str], *, filtered: bool
+) -> Client:
+    """Return the client with the parameters that it trains as what moved shows them."""
+    own = client.trains in ("lora", "adapters", "prompts")  # what a server adds is in no file of this model's weights
+    stated: set[str] = set() if own else set(trained_parameters(model, client))
+    if moved == stated or (filtered and moved < stated):
+        return client
+    trained = moved | stated if filtered else moved
+    every = [name for name, _ in model.vit.named_parameters() if name not in model.frozen]
+    found = replace(client, trains=_set_of(trained, every), rank=Client.rank, prompts=Client.prompts)
+    rest = [name for name in every if name not in moved]
+    what = f"all but {', '.join(rest)}" if len(rest) <= _FEW else _listed(_set_of(moved, every))
+    said = f"{source}: {len(moved)} of {len(every)} parameters moved ({what})"
+    if client.trains == "all":
+        said += ", and the client is taken to have trained these alone."
+    else:
+        said += f", which contradicts client.trains={client.trains}. The audit goes on with what moved."
+    warn(said + _low_rank(model, client, update, moved), 4)
+    return found
+
+
+def _listed(trains: str) -> str:
+    return first(trains.split(","), 8)
+
+
+def _set_of(chosen: Collection[str], every: Sequence[str]) -> str:
+    """Return what `Client.trains` calls these of a model's parameters: a named set, or else patterns of their names.
+
+    Of the patterns that match no other parameter, the one that matches the most that are left is taken in turn.
+    """
+    for name in ("all", "no-embedding", "attention", "norms", "head"):
+        of = Client(trains=name)
+        if {each for each in every if of.chooses(each)} == {*chosen}:
+            return name
+    sound: dict[str, set[str]] = {}
+    for pattern in sorted({pattern for name in chosen for pattern in _patterns(name)}):
+        matched = {name for name in every if fnmatchcase(name, pattern)}
+        if matched <= {*chosen}:
+            sound[pattern] = matched
+    parts = _cover({*chosen}, {pattern: of for pattern, of in sound.items() if not pattern.startswith("*")})
+    kinds = _cover({*chosen}, sound)
+    return ",".join(kinds if 2 * len(kinds) <= len(parts) else parts)
+
+
+def _cover(chosen: set[str], patterns: Mapping[str, set[str]]) -> list[str]:
+    """Return patterns that match all names, in turn the one that matches the most that are left, the shortest first."""
+    left, taken = {*chosen}, []
+    while left:
+        pattern = min(patterns, key=lambda each: (-len(patterns[each] & left), len(each), each))
+        taken.append(pattern)
+        left -= patterns[pattern]
+    return taken
+
+
+def _patterns(name: str) -> Iterator[str]:
+    """Yield the patterns of a parameter's name that say what a client may train: a part of the model, or a kind."""
+    parts = name.split(".")
+    general = ["*" if part.isdigit() else part for part in parts]
+    for of in (parts, general):
+        yield ".".join(of)
+        for i in range(1, len(of)):
+            yield ".".join(of[:i]) + ".*"
+            yield "*." + ".".join(of[i:])
+            yield ".".join(of[:i]) + ".*." + parts[-1]
+
+
+def _low_rank(model: VictimModel, client: Client, update: Mapping[str, Tensor], moved: set[str]) -> str:
+    """Return what is said where weights moved by matrices of a low rank, and their biases not, as merged LoRA does.
+
+    A step on B images of N tokens moves whole weights by a sum of B N products, and their biases too.
+    """
+    parameters, most = dict(model.vit.named_parameters()), 0
+    adapted = [
+        name
+        for name in sorted(moved)
+        if name.startswith("blocks.") and update[name].ndim == 2
+        if name.removesuffix("weight") + "bias" in parameters.keys() - moved
+    ]
+    for name in adapted:
+        before, u = parameters[name].detach().cpu(), update[name].cpu()
+        noise = rounding_deviation(before, before - u, client, u).square().mean().sqrt()
+        # A random matrix of m × n entries of deviation σ has no singular value above σ (√m + √n), but by chance.
+        floor = 2 * float(noise) * (u.shape[0] ** 0.5 + u.shape[1] ** 0.5)
+        sizes = torch.linalg.svdvals(u.double())
+        most = max(most, int((sizes > max(floor, 1e-6 * float(sizes[0]))).sum()))
+    tokens = client.released_images * (model.vit.patch_embed.num_patches + model.vit.num_prefix_tokens)
+    if not adapted or most >= min(tokens, model.vit.embed_dim):
+        return ""
+    return (
+        f" {_listed(_set_of(adapted, [*parameters]))} changed by matrices of rank {most} at most, and the biases of "
+        "these layers did not, which looks like LoRA adapters that were merged. No attack here reads these."
+    )
 
 
 def label_of_update(seen: Observation) -> int | None:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from privlab.base import first
 from privlab.victims import VictimModel
 
-__all__ = ["Signs", "decay_of", "labels_of_signs", "partial_training", "sgd_rate", "signs_of", "update_in"]
-
 _MEDIAN_DISTANCE = 0.1
 """Relative distance of an entry's magnitude from the median of its parameter within which the two count as equal."""
 

@@ -2,7 +2,6 @@
 
 import io
 import math
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,26 +14,16 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
+from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation import CONTROL, Batch, Controls, Specification
 from privlab.images import ImageSource, NamedImage, Others, Preprocessing
-from privlab.metrics import (
-    Embedding,
-    Ranks,
-    class_agreement,
-    clopper_pearson,
-    low_pass,
-    psnr,
-    rank_of,
-    ranks_by,
-    squeeze_embedding,
-)
+from privlab.metrics import Embedding, psnr
+from privlab.report.intervals import clopper_pearson
+from privlab.report.ranks import Ranks, class_agreement, low_pass, rank_of, ranks_by, squeeze_embedding
 from privlab.report.released import Releases, unreleased
-from privlab.report.tables import Results
-from privlab.stores import pngs
-from privlab.victims import NamedClassifier, Victim, victim
-
-__all__ = ["DEFAULT_AMONG", "Question", "identity_of"]
+from privlab.report.tables import CaseFacts, Results
+from privlab.stores import Place, pngs
+from privlab.victims import Victim, victim
 
 DEFAULT_AMONG = (10, 100)
 """The numbers of candidates where none are asked for, beside all."""
@@ -58,7 +47,7 @@ class Question:
         among: the numbers of identities that the adversary chooses among; empty takes `DEFAULT_AMONG` and all.
         embedding: a network whose features are compared too.
         released: whether the releases of the run, made again, are compared with those of candidates, and no pictures.
-        judge: the classifier that says whether the class is still there; None asks nothing of classes.
+        judge: the victim or `NamedClassifier` that says whether the class is still there; None asks nothing of classes.
         device: where networks compute.
     """
 
@@ -67,8 +56,9 @@ class Question:
     among: tuple[int, ...] = ()
     embedding: Embedding | None = None
     released: bool = False
-    judge: Victim | NamedClassifier | None = None
+    judge: Any = None
     device: torch.device | str = "cpu"
+    _pools: dict[Preprocessing, "_Pool"] = field(default_factory=dict, init=False)
 
     @cached_property
     def features(self) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -79,6 +69,12 @@ class Question:
             "squeezenet": squeeze_embedding(self.device).embed,
         }
         return found if self.embedding is None else found | {self.embedding.name: self.embedding.embed}
+
+    def pool(self, preprocessing: Preprocessing) -> "_Pool":
+        """Return the candidates as a victim of that preprocessing is fed; they are read once for each."""
+        if self.candidates is not None and preprocessing not in self._pools:
+            self._pools[preprocessing] = _pool(self.candidates, preprocessing)
+        return self._pools[preprocessing]
 
 
 def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
@@ -97,12 +93,11 @@ def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
     if "cases" not in results.facts:
         raise PrivlabError(f"'{results.path}' is no run of privlab attack or table with private images.")
     rows: dict[str, list[Row]] = {"identity": [], "class": []}
-    pools: dict[Preprocessing, _Pool] = {}
-    if question.released and question.candidates is not None:
-        return {**rows, "identity": _by_release(results, question, question.candidates, pools)}
+    if question.released:
+        return {**rows, "identity": _by_release(results, question)}
     kept = False
     for number in range(len(results.cases)):
-        for shown in _shown(results, number, question.candidates, pools):
+        for shown in _shown(results, number, question):
             kept = True
             if question.candidates is not None:
                 rows["identity"] += _identity(shown, question)
@@ -127,10 +122,6 @@ class _Pool:
     @cached_property
     def stacked(self) -> Float[Tensor, "m c h w"]:
         return torch.stack([*self.images.values()])
-
-    def of(self, name: str, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the features of all candidates, computed once."""
-        return self.once(name, lambda: _by_parts(function, self.stacked))
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """Return what was computed under a key, or compute it."""
@@ -173,7 +164,8 @@ def _identity(shown: _Shown, question: Question) -> list[Row]:
     rows: list[Row] = []
     for name, function in question.features.items():
         found = pool.once((name, shown.drawn), partial(_by_parts, function, shown.pictures))
-        ranks = rank_of(found, pool.of(name, function), own, people)
+        candidates = pool.once(name, partial(_by_parts, function, pool.stacked))
+        ranks = rank_of(found, candidates, own, people)
         rows += _rates(shown.row | {"features": name}, ranks, question.among)
     return rows
 
@@ -195,9 +187,7 @@ def _rates(row: Row, ranks: Ranks, among: Sequence[int]) -> list[Row]:
     return rows
 
 
-def _by_release(
-    results: Results, question: Question, candidates: ImageSource, pools: dict[Preprocessing, _Pool]
-) -> list[Row]:
+def _by_release(results: Results, question: Question) -> list[Row]:
     """Return the rows of all cases whose releases are compared with those of candidates; others are named in a warning.
 
     Raises:
@@ -207,7 +197,7 @@ def _by_release(
     left: dict[str, list[str]] = {}
     releases = Releases()
     for number, case in enumerate(results.cases):
-        label = f"{case.group or ''} {case.label}".strip()
+        label = _label(case)
         job = results.facts["cases"][number]["jobs"][0]["specification"]
         given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in job.items()}
         spec = Specification(**given)
@@ -215,9 +205,7 @@ def _by_release(
             left.setdefault(why, []).append(label)
             continue
         base = _victim_of(job, question.device)
-        if (pool := pools.get(base.preprocessing)) is None:
-            pool = pools[base.preprocessing] = _pool(candidates, base.preprocessing)
-        records = results.records
+        pool, records = question.pool(base.preprocessing), results.records
         own = records.loc[(records.case == number) & records.external.isna() & records.label.notna()]
         stated = dict(zip(own.image_sha256, zip(own.image, own.label, strict=True), strict=True))
         private = [NamedImage(name, sha, None, int(label)) for sha, (name, label) in stated.items()]
@@ -233,11 +221,11 @@ def _by_release(
     if not rows:
         raise PrivlabError(f"No release of '{results.path}' can be compared with those of candidates. {told}.")
     if told:
-        warnings.warn(f"Left out, as {told}.", PrivlabWarning, stacklevel=3)
+        warn(f"Left out, as {told}.", 3)
     return rows
 
 
-def _class(shown: _Shown, judge: Victim | NamedClassifier) -> Row:
+def _class(shown: _Shown, judge: Any) -> Row:  # noqa: ANN401
     if judge.weights.sha256 == shown.weights_sha256:
         raise PrivlabError(f"--classifier must be another network than the attacked one. Found {judge.name} for both.")
     size = judge.model.image_shape
@@ -263,20 +251,19 @@ def _interval(values: Tensor) -> dict[str, float]:
     return {"low": low, "high": high}
 
 
-def _shown(
-    results: Results, number: int, candidates: ImageSource | None, pools: dict[Preprocessing, _Pool]
-) -> list[_Shown]:
-    """Return what can be compared of a case: the pictures of each attack, and negative controls; none without any.
+def _label(case: CaseFacts) -> str:
+    return f"{case.group or ''} {case.label}".strip()
 
-    `pools` holds the candidates as victims of earlier cases are fed, and gets those of this one.
-    """
+
+def _shown(results: Results, number: int, question: Question) -> list[_Shown]:
+    """Return what can be compared of a case: the pictures of each attack, and negative controls; none without any."""
     records = results.records
     ours = (records.case == number) & records.external.isna() & ~records.attack.str.startswith(CONTROL)
     shas = {
         str(attack): [*dict.fromkeys(of.image_sha256)] for attack, of in records[ours].groupby("attack", sort=False)
     }
     found = {
-        attack: {sha: png for sha in those if (png := _png(results, number, sha, attack)) is not None}
+        attack: {sha: place for sha in those if sha and (place := results.picture(number, sha, attack))}
         for attack, those in shas.items()
     }
     everyone = [*dict.fromkeys(chain.from_iterable(found.values()))]
@@ -286,13 +273,13 @@ def _shown(
     base = _victim_of(job)
     if (colours := len(base.preprocessing.mean)) not in (1, 3):
         raise PrivlabError(f"Pictures are compared of victims of 1 or 3 colours. {base.name} has {colours}.")
-    if candidates is None:
-        private = {sha: _png(results, number, sha, "private") for sha in everyone}
-        pool = _Pool({sha: _pixels(png, colours) for sha, png in private.items() if png is not None})
-    elif (pool := pools.get(base.preprocessing)) is None:
-        pool = pools[base.preprocessing] = _pool(candidates, base.preprocessing)
+    if question.candidates is None:
+        private = {sha: results.picture(number, sha, "private") for sha in everyone}
+        pool = _Pool({sha: _pixels(place, colours) for sha, place in private.items() if place})
+        told = "pictures that the run kept"
+    else:
+        pool, told = question.pool(base.preprocessing), "candidates, as the same file"
     names = dict(zip(records.image_sha256, records.image, strict=True))
-    told = "pictures that the run kept" if candidates is None else "candidates, as the same file"
     _check_among(pool, {sha: names[sha] for sha in everyone}, told)
     if len(pool.images) < 2:
         raise PrivlabError(f"--candidates must be two images or more. Found {len(pool.images)}.")
@@ -301,23 +288,16 @@ def _shown(
     controls = Controls(Others(pool.images), base.model.mean.cpu()).of(
         batch, base.model.patch, batch.draws(job["seed"], "control", 0), together=False
     )
-    label = f"{results.cases[number].group or ''} {results.cases[number].label}".strip()
-    of_case = partial(_Shown, label, pool=pool, weights_sha256=base.weights.sha256)
+    of_case = partial(_Shown, _label(results.cases[number]), pool=pool, weights_sha256=base.weights.sha256)
     drawn = (base.name, base.model.patch, job["seed"], tuple(everyone))
-    return [
-        *(
-            of_case(
-                attack,
-                [*those],
-                torch.stack([_pixels(png, colours) for png in those.values()]),
-                len(shas[attack]),
-                drawn=(attack, number),
-            )
-            for attack, those in found.items()
-            if those
-        ),
-        *(of_case(name, everyone, images, len(everyone), drawn=(name, *drawn)) for name, images in controls.items()),
-    ]
+    shown = []
+    for attack, those in found.items():
+        if those:
+            pictures = torch.stack([_pixels(place, colours) for place in those.values()])
+            shown.append(of_case(attack, [*those], pictures, len(shas[attack]), drawn=(attack, number)))
+    for name, pictures in controls.items():
+        shown.append(of_case(name, everyone, pictures, len(everyone), drawn=(name, *drawn)))
+    return shown
 
 
 def _victim_of(job: Mapping[str, Any], device: torch.device | str = "cpu") -> Victim:
@@ -345,31 +325,21 @@ def _pool(candidates: ImageSource, preprocessing: Preprocessing) -> _Pool:
         elif image.sha256 not in images:
             images[image.sha256], people[image.sha256] = preprocessing(image.pixels), image.label
     if unread:
-        warnings.warn(f"{unread} candidates cannot be read, and are left out.", PrivlabWarning, stacklevel=3)
+        warn(f"{unread} candidates cannot be read, and are left out.", 3)
     return _Pool(images, tuple(people.values()))
 
 
-def _png(results: Results, number: int, sha256: str, what: str) -> bytes | None:
-    """Return a picture that the run kept, as the bytes of a PNG; None where it kept none.
+def _pixels(place: Place, colours: int) -> Float[Tensor, "c h w"]:
+    """Return a picture that the run kept.
 
     Raises:
         PrivlabError: if its file is damaged.
     """
-    place = results.picture(number, sha256, what) if sha256 else None
-    if place is None:
-        return None
     try:
-        return pngs([place])[0]
+        with Image.open(io.BytesIO(pngs([place])[0]), formats=["PNG"]) as picture:
+            return pil_to_tensor(picture.convert("L" if colours == 1 else "RGB")).float() / 255
     except (OSError, ValueError, SyntaxError) as error:  # as Pillow says that a file is torn
         raise PrivlabError(f"'{place.file}' cannot be read as a picture: {error}") from error
-
-
-def _pixels(png: bytes, colours: int) -> Float[Tensor, "c h w"]:
-    try:
-        with Image.open(io.BytesIO(png), formats=["PNG"]) as picture:
-            return pil_to_tensor(picture.convert("L" if colours == 1 else "RGB")).float() / 255
-    except (OSError, ValueError, SyntaxError) as error:
-        raise PrivlabError(f"A picture of this run cannot be read: {error}") from error
 
 
 def _by_parts(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:

@@ -16,8 +16,6 @@ from privlab.release import observe, released_parameters
 from privlab.threat import Feed, Stack
 from privlab.victims import Victim, VictimModel
 
-__all__ = ["COMPARED", "Releases", "unreleased"]
-
 Gradients = Mapping[str, Tensor]
 
 _AT_A_TIME = 32
@@ -27,11 +25,7 @@ _MOST_KEPT = 2**31
 
 
 def unreleased(spec: Specification) -> str:
-    """Return why the release of a run is not compared with those of candidates; empty if it is.
-
-    Args:
-        spec: that of a case.
-    """
+    """Return why the release of a case is not compared with those of candidates; empty if it is."""
     if spec.features_released:
         return "features are released"
     return "several images are released as one" if spec.together is not None else ""

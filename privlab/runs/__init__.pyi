@@ -2,7 +2,7 @@ from .attack import Outcome as Outcome
 from .attack import execute as execute
 from .attack import specify as specify
 from .attack import unfinished as unfinished
+from .audit_case import Audit as Audit
 from .audit_features import audit as audit
-from .audit_gradients import GradientAudit as GradientAudit
 from .audit_reference import ReferenceScorer as ReferenceScorer
 from .notebook import Records as Records

@@ -10,25 +10,40 @@ from torch import Tensor
 from privlab.attacks.solvers import RTOL, largest_step, least_step
 from privlab.base import PrivlabError
 from privlab.release import rounding_deviation
-from privlab.runs.update_diagnosis import TWO_MODELS, at_rate, decay_that_takes, share_of_weights
+from privlab.runs.update_diagnosis import TWO_MODELS, at_rate, decay_that_takes, share_of_weights, weights_before
 from privlab.threat import Client, Observation
 
-__all__ = ["check_adam"]
-
-_ROUNDS = 8
-"""Times that a rate is corrected: decay depends on it too."""
-
-_MARGIN = 6.0
-"""Standard deviations of rounding by which a weight may move further."""
-
+_ROUNDS = 8  # times that a rate is corrected: decay depends on it too
+_MARGIN = 6.0  # standard deviations of rounding by which a weight may move further
 _FEWEST = 10
 """Weights that must have moved too far, all along their own signs, for a decay of some parameters to be named."""
 
-_FULL = 0.99
-"""The share of η from which a move of one step counts as a full one, whose excess over η is decay's."""
+_FULL = 0.99  # the share of η from which a move of one step counts as a full one, whose excess over η is decay's
+_ONE_VALUE = 1.02  # the ratio of the bounds of a rate below which one value is told
+_MOST_SPREAD, _LEAST_MEDIAN = 2.0, 0.4
+"""The updates of Adam and AdamW have sizes of entries whose medians, over the middle four fifths of the parameters, are
+within the first factor, and at least the second share of the largest entry of half of the parameters.
 
-_ONE_VALUE = 1.02
-"""The ratio of the bounds of a rate below which one value is told."""
+Of ViT-Ti the two were 1.02 and 0.96 after one step of AdamW, 1.3 and 0.68 after five; 16 and 0.055 after one step of
+SGD; 1.2 and 0.2 of Gaussian noise.
+"""
+
+
+def looks_like_adam(seen: Observation) -> float | None:
+    """Return the learning rate at which Adam or AdamW makes such an update; None if it does not look like theirs.
+
+    From a fresh state a step moves a weight by about η, whatever its gradient, so that the T steps stated move most
+    weights by about the largest move, T η, in all parameters. What SGD moves differs by orders of magnitude.
+    """
+    sizes = [u[u != 0].abs() for u in seen.gradients.values() if u.any()]
+    if not sizes or seen.client is None:
+        return None
+    medians = torch.stack([size.median() for size in sizes]).double()
+    most = torch.stack([size.max() for size in sizes]).double()
+    low, high = medians.quantile(medians.new_tensor([0.1, 0.9])).tolist()
+    if high > _MOST_SPREAD * low or float((medians / most).median()) < _LEAST_MEDIAN:
+        return None
+    return float(most.median()) / seen.client.total_steps
 
 
 def check_adam(seen: Observation, label: int | None, source: str) -> None:
@@ -43,6 +58,8 @@ def check_adam(seen: Observation, label: int | None, source: str) -> None:
     as small as ε, moves add up as gradients do, to ρ = 1: if g_y ≤ κ ε in all steps, Σ_c M_c ≤ (1 + κ) M_y, so that the
     label's gradient is above (1 / ρ − 1) ε in one of them. That makes it a bound for one step. For several it is one if
     the same holds in each.
+
+    Behind filters, or of several images, `label` is None. Of a client of SGD nothing is said.
 
     Args:
         seen: the update of a client without filters; if it trains by SGD nothing is said.
@@ -125,9 +142,11 @@ class _Moves:
             full += float(((u.abs() - most) * u.sign() * θ)[at].sum())
             square += float(θ.square()[at].sum())
         if 0 < low <= high and self.client.total_steps == 1 and square:
-            return f"it is that of client.weight_decay={self._of(min(max(full / square, low), high)):.2g}"
+            decay = decay_that_takes(self.client, min(max(full / square, low), high))
+            return f"it is that of client.weight_decay={decay:.2g}"
         if low <= high:
-            return f"client.weight_decay must be from {self._of(low):.2g} to {self._of(high):.2g}"
+            least, greatest = (decay_that_takes(self.client, share) for share in (low, high))
+            return f"client.weight_decay must be from {least:.2g} to {greatest:.2g}"
         if over >= _FEWEST and over in (along, against):
             return f"client.weight_decay is {'larger' if along else 'smaller'}, of some of the parameters"
         return None
@@ -158,19 +177,12 @@ class _Moves:
         """Return the share of the weights that the stated decay takes at a rate."""
         return 1 - at_rate(self.client, rate).kept_share if self.client.is_linear else 0.0
 
-    def _of(self, lost: float) -> float:
-        """Return the decay that takes a share of the weights."""
-        return decay_that_takes(self.client, lost)
-
     def _each(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield u = −(θ_T − θ_0), θ_0 and what rounding may add to |u|, of each parameter, in float64."""
         return (self._of_parameter(name) for name in self.seen.gradients)
 
     def _of_parameter(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        u, unknown = self.seen.gradients[name][0], self.seen.model.unk_embed
-        θ = (
-            unknown if name == "unk_embed" and unknown is not None else self.seen.model.vit.get_parameter(name)
-        ).detach()
+        u, θ = self.seen.gradients[name][0], weights_before(self.seen, name)
         # AdamW stores the decayed weight, and then the moved one.
         rounded = (2**0.5 if self.client.optimiser == "adamw" else 1.0) * rounding_deviation(θ, θ - u, self.client, u)
         halved = self.client.sent_as in ("bf16", "fp16")  # what int8 adds is in `rounded`

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, options_of, pick_device, unknown_name
+from privlab.base import PrivlabError, collect_warnings, options_of, pick_device, unknown_name, warn
 from privlab.defenses import defenses
 from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, plan, uncached, victim_of
 from privlab.evaluation.lpips_choice import begun_lpips, named_lpips, with_lpips
@@ -28,8 +27,8 @@ from privlab.grids import (
     beside,
     images_at_a_time,
     joined,
-    lacking,
     lay_out,
+    missing,
     papers_attack,
     run_tasks,
 )
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from privlab.runs.notebook import Records
-
-__all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "status_of", "unfinished"]
 
 STRIPS_SHOWN = 3
 """The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""
@@ -132,7 +129,7 @@ def attack(
     with shown_progress(shown=progress) as show:
         done = execute(spec, own=own, device=device, batch_size=batch_size, out=out, overwrite=overwrite, progress=show)
     for message in done.warnings:
-        warnings.warn(message, PrivlabWarning, stacklevel=2)
+        warn(message)
     return Records.of(done.records, done.strips, done.path)
 
 
@@ -177,24 +174,21 @@ def specify(
         defended |= any(name.endswith("_mjp") for name in models)
     else:  # an update refuses a defense of images by its name
         defended &= all(acts_on(defenses()[name]) == "gradients" for name in defense.split("+") if name in defenses())
-    given: dict[str, Any] = {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
-    if attack is not None:
-        given["attacks"] = attack
-    if metrics is not None:
-        given["metrics"] = _names(metrics)
-    sources = [images] if isinstance(images, str | Path) else images
-    if isinstance(public := options.get("public"), str | Path):
-        options["public"] = (str(public),)
     known = set(Specification.__dataclass_fields__) - {"models", "settings", "attacks", "images", "metrics"}
     for name in options:
         if name not in known:
             arguments = ("setting", "attack", "images", "metrics", "device", "batch_size", "out", "overwrite")
             raise unknown_name("option", name, [*known, *arguments])
-    plain: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     for name in ("options", "public"):
-        if name in plain:
-            plain[name] = tuple(str(value) for value in plain[name])
-    return Specification(**given, images=tuple(str(source) for source in sources), **plain)
+        if name in given:
+            several = [given[name]] if name == "public" and isinstance(given[name], str) else given[name]
+            given[name] = tuple(str(value) for value in several)
+    given |= {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
+    given |= {} if attack is None else {"attacks": attack}
+    given |= {} if metrics is None else {"metrics": _names(metrics)}
+    sources = [images] if isinstance(images, str | Path) else images
+    return Specification(**given, images=tuple(str(source) for source in sources))
 
 
 @uncached()
@@ -246,7 +240,11 @@ def execute(
     messages = [] if message is None else [message]
     place = pick_device(device)
     with collect_warnings(messages):
-        bases = _victims(spec, own, place)
+        if own is None:
+            bases = [victim_of(replace(spec, models=(name,)), place) for name in spec.models]
+        else:
+            given = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes")}
+            bases = [victim(own, **given).to(place)]
         groups = [plan(spec, base) for base in bases]
         grid = lay_out(experiment_of(spec, bases, groups, path), place, bases[0] if own is not None else None)
     messages += [message for message in grid.messages if message not in messages]
@@ -257,7 +255,7 @@ def execute(
     wanted = 0 if not strips else STRIPS_SHOWN if path is None else sys.maxsize
     how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=wanted)
     run = None if path is None else RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
-    tasks = joined(lacking(grid, path, how))
+    tasks = joined(missing(grid, path, how))
     if engine is None:  # searches of several images gain more from the cores than the products within one image
         long = any(attack.named_only or attack.effort == "full" for attack in declared)
         alone = place.type != "cpu" or not search or long
@@ -285,13 +283,6 @@ def execute(
     return Outcome(spec, records.loc[records.cell.isin(own_cells)], tuple(bases), warned, grid.missing, path)
 
 
-def _victims(spec: Specification, own: nn.Module | None, device: torch.device) -> list[Victim]:
-    if own is None:
-        return [victim_of(replace(spec, models=(name,)), device) for name in spec.models]
-    options = {"weights": spec.weights, "img_size": spec.img_size, "seed": spec.seed, "classes": spec.classes}
-    return [victim(own, **options).to(device)]
-
-
 def experiment_of(
     spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]], path: Path | None
 ) -> Experiment:
@@ -305,29 +296,23 @@ def experiment_of(
     """
     cases: list[Case] = []
     for name, base in zip(spec.models, bases, strict=True):
-        alone = replace(spec, models=(name,), draws=1)
-        runs = tuple(replace(alone, draw=spec.draw + i) for i in range(spec.draws))
+        runs = tuple(replace(spec, models=(name,), draws=1, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
             at_work = defense_of(spec, base, setting).name
             options = {"victim": base.name, "setting": setting, "defense": at_work}
             options |= {} if spec.client is None else {"client": spec.client}
-            label = ", ".join((base.name, f"setting {setting}", at_work, *([spec.client] if spec.client else [])))
+            label = ", ".join(f"setting {value}" if key == "setting" else value for key, value in options.items())
             cases.append(Case(label, None, runs, options, setting=setting))
     reported = [name for name in spec.metrics if name in KNOWN]
     columns = tuple(name for name in reported if name not in beside(reported)) or spec.metrics
     paper = papers_attack(attack.name for of_base in groups for group in of_base for attack in group.attacks)
-    title = _title(bases, [case.options["defense"] for case in cases])
+    defenses = ", ".join(dict.fromkeys(str(case.options["defense"]) for case in cases)).split(", ")
+    defenses = ", ".join(name for name in defenses if name != "none")
+    title = ", ".join(dict.fromkeys(base.name for base in bases))
+    title += f" with {defenses}" if defenses else ", undefended"
     title += "" if spec.client is None else f", updates of clients by {spec.client}"
-    return Experiment(
-        "attack" if path is None else path.name, title, None, tuple(cases), Layout(columns, paper_attack=paper)
-    )
-
-
-def _title(bases: Sequence[Victim], at_work: Sequence[object]) -> str:
-    """Return what is attacked: the victims, and the defenses at work."""
-    victims, defenses = (", ".join(dict.fromkeys(map(str, names))) for names in ([b.name for b in bases], at_work))
-    defenses = ", ".join(name for name in defenses.split(", ") if name != "none")
-    return f"{victims} with {defenses}" if defenses else f"{victims}, undefended"
+    name = "attack" if path is None else path.name
+    return Experiment(name, title, None, tuple(cases), Layout(columns, paper_attack=paper))
 
 
 def unfinished(folder: Path, spec: Specification) -> Path | None:
@@ -352,8 +337,6 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options: list[str]) -> tuple[str, ...]:
     """Return the names of attacks or defenses; the options of those that are instances are added to `options`."""
-    if isinstance(given, str):
-        return _names(given)
     names: list[str] = []
     for part in given if isinstance(given, list | tuple) else (given,):
         if isinstance(part, str):

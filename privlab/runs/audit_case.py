@@ -7,14 +7,15 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from privlab.evaluation import (
+    CONTROLS,
     AttackGroup,
     Record,
     Rows,
@@ -28,18 +29,20 @@ from privlab.evaluation import (
 from privlab.grids import Grid, Job, Reference, machine_facts
 from privlab.runs.attack import experiment_of, facts_of
 from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation
-
-__all__ = ["UNSCORED", "AuditCase", "Release", "failed", "unknown_images"]
+from privlab.victims import Victim, victim
 
 UNSCORED = "No private image is known, so nothing could be scored: look at the reconstructions."
 """What `run.json` and the page of an audit say where there is no private image to compare with."""
+
+Row = dict[str, Any]
+"""What an audit found by one attack, by name."""
 
 Release = tuple[Reference, ...]
 """The images of one release, which are attacked together."""
 
 
 def unknown_images(name: str, released: bytes, count: int) -> Release:
-    """Return the images behind one release: NAME/0, NAME/1, …, each with the SHA-256 of that name and of the release.
+    """Return the images behind one release: NAME/0, NAME/1, …, with the SHA-256 of name and release.
 
     Args:
         name: that of the release: the file, or the recorded session and batch.
@@ -48,7 +51,42 @@ def unknown_images(name: str, released: bytes, count: int) -> Release:
     """
     names = [f"{name}/{i}" for i in range(count)]
     digests = (hashlib.sha256(f"{each}\0".encode() + released).hexdigest() for each in names)
-    return tuple(Reference(i, each, sha256) for i, (each, sha256) in enumerate(zip(names, digests, strict=True)))
+    return tuple(
+        Reference(each, sha256, None, place=i) for i, (each, sha256) in enumerate(zip(names, digests, strict=True))
+    )
+
+
+def audited_victim(spec: Specification, device: torch.device) -> Victim:
+    """Return the one victim of an audit, which is the client's model; it has the stock block where none is named."""
+    options = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes", "normalisation")}
+    return victim(spec.models[0], block="stock" if spec.block == "auto" else spec.block, **options).to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """The results of an audit: a row for each attack on each release, the red flags, and the directory of the images.
+
+    A row of an attack has `residual` where the reconstruction could be checked by what it gives, `explained` (None
+    where nothing could be checked), `proof` ("gradient" or "update", whichever was released, "grey levels" or None),
+    the settings and the label that were `fitted` for it, and scores where there is a reference. `missing` holds the
+    reason for each metric that could not be computed. `reference` says how the client preprocessed the reference, if it
+    did so otherwise than the victim does. `metrics` are those that were asked for, none without a reference. `what` was
+    released, a "gradient", an "update" or "features".
+
+    `leaks` is True where an image is proven, or equals the reference in every grey level; False where nothing at all
+    was released; None where it is not known: that attacks fail proves nothing.
+    """
+
+    rows: Sequence[Row]
+    warnings: Sequence[str]
+    path: Path
+    flags: Sequence[str] = ()
+    labels: Sequence[int] | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+    reference: str | None = None
+    metrics: Sequence[str] = ()
+    what: str = "features"
+    leaks: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +94,8 @@ class AuditCase:
     """What an audit runs: the attacks of a group on releases of images, which records name as `releases` does.
 
     `spec` names one victim and one setting: c, or for the update of a client a. `refused` holds the reason for each
-    attack that cannot run. `public` are the hashes of the public photographs; `metrics` and `controls` are those by
-    which a known private image is scored, and `missing` says why the other metrics cannot be computed.
+    attack that cannot run. `public` are the hashes of the public photographs. `metrics` are those by which a known
+    private image is scored, and `missing` says why others cannot be computed.
     """
 
     spec: Specification
@@ -66,29 +104,26 @@ class AuditCase:
     releases: Sequence[Release]
     public: Sequence[str] = ()
     metrics: Sequence[str] = ()
-    controls: Sequence[str] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+    _made: dict[int, Rows] = field(default_factory=dict, init=False)
 
-    @cached_property
-    def _rows(self) -> Mapping[int, Rows]:
-        """Return what rows state, by the number of images of a release: it is part of what a cell measures."""
-        if self.spec.local_training is not None:
-            size = self.spec.local_training.released_images
-            return {size: Rows(self.spec, self.group.victim, tuple(self.public))}
-        size = "client_batch" if self.spec.features_released else "gradient_batch"
-        sizes = sorted({len(release) for release in self.releases}) or [getattr(self.spec, size)]
-        return {n: Rows(replace(self.spec, **{size: n}), self.group.victim, tuple(self.public)) for n in sizes}
+    def _rows(self, count: int) -> Rows:
+        """Return what rows state of releases of so many images: their number is part of what a cell measures."""
+        spec = self.spec
+        if spec.local_training is None:
+            spec = replace(spec, **{"client_batch" if spec.features_released else "gradient_batch": count})
+        return self._made.setdefault(count, Rows(spec, self.group.victim, tuple(self.public)))
 
     def rows(self, attack: Attack | FeatureAttack, release: Release) -> list[Record]:
         """Return the rows of an attack on a release without scores, in place: one for each image."""
-        made, alone = self._rows[len(release)], replace(self.group, attacks=(attack,))
+        made, alone = self._rows(len(release)), replace(self.group, attacks=(attack,))
         key = batch_key(image.sha256 for image in release)
         own = {} if made.spec.together is None else {"batch": key, "batch_images": len(release)}
-        return [made.of(image.named, self.spec.settings[0], alone)[0] | own | {"metrics": ""} for image in release]
+        return [made.of(image, self.spec.settings[0], alone)[0] | own | {"metrics": ""} for image in release]
 
-    def control(self, name: str, release: Release) -> Record:
-        """Return the row of the first image of a release under a negative control, without scores."""
-        return self._rows[len(release)].control(release[0].named, self.spec.settings[0], name)
+    def control(self, release: Release) -> Record:
+        """Return the row of the first image of a release under the mean photograph, without scores."""
+        return self._rows(len(release)).control(release[0], self.spec.settings[0], CONTROLS[0])
 
     def attack(
         self, attack: Attack | FeatureAttack, seen: Observation | FeatureObservation, release: Release
@@ -101,15 +136,15 @@ class AuditCase:
             release: the images behind it, which the rows state.
         """
         rows, start = self.rows(attack, release), time.perf_counter()
+        beyond: Record = {}
         try:
             read = as_read(attack, seen)
-            beyond = beyond_range(attack, read)
-            rows = [row | {"beyond_range": beyond} for row in rows]
+            beyond = {"beyond_range": beyond_range(attack, read)}
             images = attack_batch(attack, read).images
         except Exception as error:
-            return failed(rows, reason_of(attack, error)), None
-        seconds = (time.perf_counter() - start) / len(rows)
-        return [row | {"seconds_attack": seconds} for row in rows], images
+            return failed([row | beyond for row in rows], reason_of(attack, error)), None
+        beyond["seconds_attack"] = (time.perf_counter() - start) / len(rows)
+        return [row | beyond for row in rows], images
 
     def facts(self, out: Path, source: str, command: str | None) -> dict[str, Any]:
         """Return what `run.json` states of the audit, as that of any other run does.
@@ -119,14 +154,14 @@ class AuditCase:
             source: the file or folder of what was released.
             command: the command line.
         """
-        spec, group = self.spec, self.group
-        kept = {*self.controls, *(attack.name for attack in group.attacks)}
+        spec, group, setting = self.spec, self.group, self.spec.settings[0]
+        kept = {*CONTROLS[: bool(self.metrics)], *(attack.name for attack in group.attacks)}
         jobs: list[Job] = []
-        for n, made in self._rows.items():
-            cells = {name: key for name, key in made.cells(spec.settings[0], [group]).items() if name in kept}
+        for n in sorted({len(release) for release in self.releases}) or [spec.together or 1]:
+            made = self._rows(n)
+            cells = {name: key for name, key in made.cells(setting, [group]).items() if name in kept}
             images = tuple(image for release in self.releases if len(release) == n for image in release)
-            of_size = (0, made.spec, spec.settings[0], not jobs, cells, self.refused, images, None, tuple(self.metrics))
-            jobs.append(Job(*of_size))
+            jobs.append(Job(0, made.spec, setting, not jobs, cells, self.refused, images, tuple(self.metrics)))
         experiment = experiment_of(spec, [group.victim], [[group]], out)
         experiment = replace(experiment, title=f"Audit of {source}: {experiment.title}")
         return (

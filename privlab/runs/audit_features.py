@@ -1,36 +1,21 @@
 """An audit of recorded features: what a server of split learning could reconstruct. No image is known."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, pick_device
-from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
+from privlab.base import PrivlabError, collect_warnings, pick_device, warn
+from privlab.evaluation import AttackGroup, Record, Specification, applicable, defense_of, plan, public_images
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import Recorded, feature_capabilities, read_recording, recorded_cut_layer, recorded_sessions
 from privlab.runs.attack import status_of
-from privlab.runs.audit_case import UNSCORED, AuditCase, Release, unknown_images
+from privlab.runs.audit_case import UNSCORED, Audit, AuditCase, Release, Row, audited_victim, unknown_images
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import FeatureAttack, FeatureObservation
-from privlab.victims import Victim, victim
-
-__all__ = ["Audit", "audit"]
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Audit:
-    """The results of an audit: a row for each batch and attack, the warnings, and the directory of the sheets."""
-
-    rows: Sequence[Row]
-    warnings: Sequence[str]
-    path: Path
+from privlab.victims import Victim
 
 
 def audit(
@@ -72,31 +57,36 @@ def audit(
     spec, _ = with_lpips(replace(spec, settings=("c",), images=(str(folder),)), begun, download=False)
     if (cut_layer := recorded_cut_layer(folder)) != spec.cut_layer:
         raise PrivlabError(f"The recording in '{folder}' has cut layer {cut_layer}. Found {spec.cut_layer}.")
+    goes_on = not overwrite and status_of(out, spec) is not None
+    RunDirectory(out).check(overwrite=overwrite, resume=goes_on)
     messages: list[str] = []
     with collect_warnings(messages):
-        base = victim(
-            spec.models[0], weights=spec.weights, img_size=spec.img_size, seed=spec.seed, classes=spec.classes
-        ).to(pick_device(device))
+        base = audited_victim(spec, pick_device(device))
         sessions = recorded_sessions(folder)
-        (group,) = plan(spec, base)
-        public = public_images(spec.public, spec.public_limit, base.preprocessing, base.model.mean.device)
+        group = next(iter(plan(spec, base)), AttackGroup(base, ()))
+        public = public_images(
+            spec.public, spec.public_limit, base.preprocessing, base.model.mean.device, spec.bit_depth
+        )
         found = {_name(batch): _images(batch, base) for batch in _limited(read_recording(folder), limit)}
     case = AuditCase(spec, group, applicable(spec, base)[1], [*found.values()], [*public])
-    goes_on = not overwrite and status_of(out, spec) is not None
     run = RunDirectory.create(out, overwrite=overwrite, resume=goes_on)
     facts = case.facts(out, f"{folder}", command) | {"unscored": UNSCORED, "recording": dict(sessions)}
     facts["victim"] = {"name": base.name, "weights": asdict(base.weights)} | base.params()
     facts["batches"] = rows = list[Row]()
     warned = run.read_run()["warnings"] if goes_on else []
     messages += [message for message in warned if message not in messages]
+    parts, photographs = defense_of(spec, base, "c").parts, torch.stack([*public.values()])
+    grants = feature_capabilities(base.model, len(photographs), parts, spec.cut_layer)
     with run.noted(facts, messages), collect_warnings(messages):
-        earlier, seen = _records(run), _nothing_seen(spec, base, torch.stack([*public.values()]))
+        columns = ["cell", "image_sha256", "status", "reason", "seconds_attack"]
+        earlier = {(row["cell"], row["image_sha256"]): row for row in run.store.read(columns).to_pylist()}
         for number, batch in enumerate(_limited(read_recording(folder), limit), 1):
             if (images := found.get(_name(batch))) != _images(batch, base) or images is None:
                 told = f"'{_name(batch)}' was recorded while the audit ran. Left out: the same command attacks it."
-                warnings.warn(told, PrivlabWarning, stacklevel=2)
+                warn(told)
                 continue
-            seen = replace(seen, features=batch.features.to(base.model.mean))
+            features = batch.features.to(base.model.mean)
+            seen = FeatureObservation(base.model, features, parts, photographs, grants, spec.cut_layer)
             made = _attacked(case, seen, batch, images, earlier, run)
             rows += [_row(batch, name, records) for name, records in made.items()]
             progress(number, None)
@@ -132,20 +122,6 @@ def _images(batch: Recorded, base: Victim) -> Release:
             "recording: name the recorded client's --model and --img-size."
         )
     return unknown_images(_name(batch), batch.features.contiguous().numpy().tobytes(), len(batch.features))
-
-
-def _records(run: RunDirectory) -> Mapping[tuple[str, str], Record]:
-    """Return what an earlier run has recorded, by the cell and the image."""
-    columns = ["cell", "image_sha256", "status", "reason", "seconds_attack"]
-    return {(row["cell"], row["image_sha256"]): row for row in run.store.read(columns).to_pylist()}
-
-
-def _nothing_seen(spec: Specification, base: Victim, public: Tensor) -> FeatureObservation:
-    """Return the observation of a batch without its features: what a server knows beforehand."""
-    model, parts = base.model, defense_of(spec, base, "c").parts
-    features = model.mean.new_empty(0, 1, model.vit.embed_dim)
-    grants = feature_capabilities(model, len(public), parts, spec.cut_layer)
-    return FeatureObservation(model, features, parts, public, grants, spec.cut_layer)
 
 
 def _attacked(

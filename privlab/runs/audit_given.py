@@ -1,34 +1,52 @@
 """What an audit is given: the gradient of a training step, or the weights before and after a client's round."""
 
-import warnings
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from privlab.attacks import PatchUpdate
-from privlab.base import PrivlabWarning, configure
+from privlab.base import PrivlabError, collect_warnings, full_precision, warn
 from privlab.evaluation import Specification, defense_of
 from privlab.release import (
+    EXPLAINED_RESIDUAL,
     GradientFile,
     Told,
     as_gradients,
     check_fit,
     check_head,
+    labels_that_rise,
     observation,
     read_gradient_file,
     told_labels,
+    undecayed,
     update_in,
 )
+from privlab.release.explained import residual
+from privlab.release.labels.update_labels import UpdateLabels, labels_of_update
 from privlab.release.update_files import check_order, label_of_update, read_update, update_observation
-from privlab.runs.adam_diagnosis import check_adam
-from privlab.runs.update_diagnosis import check_settings
-from privlab.threat import Capability, Observation
-from privlab.victims import Victim, own_layout, victim
-
-__all__ = ["GIVE_WEIGHTS", "Files", "Given", "other_weights", "read_given"]
+from privlab.release.update_noise import Noise, noise_of_update
+from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
+from privlab.runs.audit_case import audited_victim
+from privlab.runs.update_diagnosis import (
+    TWO_MODELS,
+    Fitted,
+    fit_client,
+    fit_normalisation,
+    share_of_weights,
+    why_unexplained,
+)
+from privlab.threat import Capability, Client, Observation
+from privlab.victims import Victim, own_layout
 
 GIVE_WEIGHTS = "Give the client's --weights, saved before the optimiser's step."
+
+_LABELS = 3  # the most labels that are tried where the update of the head tells none
+_OF_ADAPTERS = ("client.rank", "client.prompts")
 
 Files = Path | tuple[Path, Path]
 """A file of gradients, or the weights before and after."""
@@ -38,15 +56,26 @@ Files = Path | tuple[Path, Path]
 class Given:
     """What is audited: the specification, the victim, what was released, and what the adversary sees of it.
 
-    `told` are the labels that the head gives away. `changed` says that a file does not hold a plain gradient.
+    `told` are the labels that the head gives away. `changed` says that a file does not hold a plain gradient. `fitted`
+    are the settings that explain an update, where they are not the stated ones: `spec` and `seen` go on by them, and
+    by `fitted_target` in place of a label. `unexplained` is what is to be said if no attack explains the update either.
     """
 
     spec: Specification
     base: Victim
     released: GradientFile
     seen: Observation
-    told: Told | None
+    told: Told | None = None
     changed: bool = False
+    fitted: Mapping[str, Any] = field(default_factory=dict)
+    fitted_target: int | Tensor | None = None
+    unexplained: str | None = None
+
+    @property
+    def client(self) -> Client:
+        """Return the settings of the client whose update is audited."""
+        assert self.seen.client is not None
+        return self.seen.client
 
     @property
     def labels(self) -> tuple[int, ...] | None:
@@ -57,6 +86,13 @@ class Given:
         if self.told is not None and (self.told.all_certain or self.seen.client is not None):
             return self.told.labels
         return None
+
+    @property
+    def target(self) -> int | Tensor | None:
+        """Return the label of one image that is beyond doubt or likeliest, or what is fitted in place of it."""
+        if self.fitted_target is not None:
+            return self.fitted_target
+        return self.labels[0] if self.labels is not None and len(self.labels) == 1 else None
 
 
 def read_given(files: Files, spec: Specification, device: torch.device) -> Given:
@@ -73,49 +109,164 @@ def read_given(files: Files, spec: Specification, device: torch.device) -> Given
     Warns:
         PrivlabWarning: for what weakens the audit.
     """
+    spec = replace(spec, block="stock" if spec.block == "auto" else spec.block)  # a client trains one model
     return _of_update(*files, spec, device) if isinstance(files, tuple) else _of_gradients(files, spec, device)
 
 
 def _of_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
+    given = _read_update(before, after, spec, device)
+    seen, source, client = given.seen, given.released.source, given.client
+    noise = None if seen.defense else noise_of_update(seen)
+    noisy = noise is not None and noise.is_large
+    if noise is not None and noisy:
+        warn(_of_noise(source, noise))
+    else:
+        check_order(seen, source)
+    found = labels_of_update(seen)
+    given = replace(given, told=Told(found.labels, found.labels) if found.labels else None)
+    alone = client.released_images == 1 and not seen.defense
+    label = label_of_update(seen) if alone and not noisy else None
+    fitted = None if label is None else fit_client(seen, label, source)
+    if label is not None and fitted is not None:
+        return _explained(given, fitted, label)
+    if client.optimiser == "sgd" and not seen.defense and (rate := looks_like_adam(seen)) is not None:
+        warn(
+            f"{source}: most weights moved equally far, as Adam or AdamW moves them: client.optimiser=sgd may be "
+            f"wrong. Try --client adamw --set client.lr={rate:.1g}, or --client adam."
+        )
+    if found.remark is not None:
+        warn(f"{source}: {found.remark}{'' if noisy or found.labels else _of_two_models(seen)}")
+    return given if noisy else _unexplained(given, found, label)
+
+
+def _read_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
+    """Read the weights before and after; the client trains what moved."""
+    spec = _fed_whole(spec)
+    filtered = spec.parts not in (("auto",), ("none",))  # of other defenses, updates are refused
+    files = (str(before), str(after))
+    spec = replace(spec, settings=("c" if filtered else "a",), release="update", images=files, weights=files[0])
+    base = audited_victim(spec, device)
     client = spec.local_training
     assert client is not None
-    block = "stock" if spec.block == "auto" else spec.block
-    images = (str(before), str(after))
-    filtered = spec.parts not in (("auto",), ("none",))  # of other defenses, updates are refused
-    settings = ("c",) if filtered else ("a",)
-    spec = replace(spec, settings=settings, block=block, release="update", images=images, weights=images[0])
-    base = _victim(spec, device)
     weights = [name for name, tensor in own_layout(base.model).items() if tensor.is_floating_point()]
     released = read_update(before, after, client.released_images, weights)
-    filters = defense_of(spec, base, settings[0]).on_gradients
+    filters = defense_of(spec, base, spec.settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
-    check_order(seen, released.source)
-    label = label_of_update(seen) if client.released_images == 1 else None
-    if label is None and client.released_images == 1 and client.has_labels and "head.bias" in released.gradients:
-        _warn(
-            f"{released.source} have equal biases of the head, so that the update tells no label and no reconstruction "
-            "can be checked. Weights of two models look like this, or a head that did not train."
+    if seen.client is not None and seen.client != client:  # a file of the model's own weights has no adapters
+        options = (each for each in spec.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
+        spec = replace(spec, options=(*options, f"client.trains={seen.client.trains}"))
+    return Given(spec, base, released, seen)
+
+
+def _explained(given: Given, fitted: Fitted, label: int) -> Given:
+    """Return an update with the settings that explain it in place of those that were stated."""
+    settings = fitted.settings(given.client)
+    options = [f"client.{name}={value}" for name, value in settings.items() if name != "label"]
+    told = given.told
+    if told is None and "label" not in settings:  # else the fitted shares are said, which may be none
+        told = Told((label,), (label,))
+    return replace(
+        given,
+        spec=replace(given.spec, options=(*given.spec.options, *options)),
+        seen=replace(given.seen, client=fitted.client),
+        told=told,
+        fitted=settings,
+        fitted_target=fitted.target,
+    )
+
+
+def _unexplained(given: Given, found: UpdateLabels, label: int | None) -> Given:
+    """Return an update that no settings explain, with what else its labels show, and say what contradicts them."""
+    seen, source, client, told = given.seen, given.released.source, given.client, given.told
+    if told is None and client.has_labels and found.remark is None:
+        of_image = None if seen.defense or client.released_images > 1 else _label_of_image(seen)
+        if of_image is not None:
+            told = Told((of_image,), (of_image,), "the reconstruction, which explains it")
+            return replace(given, told=told)
+        warn(
+            f"{source} have equal biases of the head, so that the update tells no label and no reconstruction can be "
+            "checked. A head that does not train looks like this, or weights of two models."
         )
+    label = label if told is not None else None
     if label is not None:
-        if not filters:  # what a filter took of an update, no other settings explain
-            fitted = configure(PatchUpdate, spec.options).decay == "fitted"
-            found = check_settings(seen, label, released.source, fitted=fitted)
-            if found is not None and found != client:
-                seen = replace(seen, client=found)
-                spec = replace(spec, options=(*spec.options, f"client.weight_decay={found.weight_decay!r}"))
-            check_adam(seen, label, released.source)
-        return Given(spec, base, released, seen, Told((label,), (label,)))
-    if not filters:
-        check_adam(seen, None, released.source)
-    told = None if filters or client.gradient_factor is None else _told(base, as_gradients(seen))
-    return Given(spec, base, released, seen, told)
+        other = fit_normalisation(seen, label, source)
+        if other is not None and other != given.spec.normalisation:
+            before, after = map(Path, given.spec.images)
+            return _of_update(before, after, replace(given.spec, normalisation=other), seen.model.mean.device)
+        given = replace(given, unexplained=why_unexplained(seen, label, source))
+    if not seen.defense:
+        try:
+            check_adam(seen, label, source)
+        except PrivlabError as reason:
+            warn(f"{reason} The attacks run all the same: that they fail is no evidence of privacy.")
+    one_by_one = client.released_images == 1 or client.loss == "binary" or len(found.labels) > client.released_images
+    if one_by_one or seen.defense or client.gradient_factor is None:
+        return given
+    return replace(given, told=_told(given.base, as_gradients(seen)))
+
+
+def _label_of_image(seen: Observation) -> int | None:
+    """Return the label with which the image of the closed form explains an update without the head's; None without one.
+
+    Of the classes whose logits of the image rise most along the update, the one that leaves the least counts.
+    """
+    client = seen.client
+    assert client is not None
+    lacking = {*PatchUpdate.parameters} - seen.gradients.keys()
+    if lacking or client.optimiser != "sgd" or client.dropout or client.drop_path or PatchUpdate().beyond(seen):
+        return None
+    with full_precision(), collect_warnings([]):
+        image = PatchUpdate(decay="fitted")(seen)
+        moved = undecayed(seen.model, {name: u[0] for name, u in seen.gradients.items()}, client)
+        left = {label: residual(seen, image, label) for label in labels_that_rise(seen.model, moved, image, _LABELS)}
+    best = min(left, key=lambda label: left[label])
+    return best if left[best] < EXPLAINED_RESIDUAL else None
+
+
+def _of_two_models(seen: Observation) -> str:
+    """Return what else is said of an update without labels, if it is large."""
+    if (share := share_of_weights(seen)) < TWO_MODELS:
+        return ""
+    return (
+        f" The update is {share:.0%} of the weights. Weights of two models look like this, or noise of another size in "
+        "each layer: give the weights that this client began with."
+    )
+
+
+def _of_noise(source: str, noise: Noise) -> str:
+    """Return what is said of an update that holds noise."""
+    share = min(noise.share, 1.0)
+    return (
+        f"{source}: the update looks like noise: entries that cancel in any training do not, and {share:.0%} of "
+        f"its squared size is noise of a standard deviation of {noise.deviation:.2g}, in weights. Labels are stated "
+        "only where they are beyond it, and no reconstruction can be proven: low scores say that noise was added."
+    )
+
+
+def _fed_whole(spec: Specification) -> Specification:
+    """Return the client with batches so large that its steps feed all its images, as in one step on four images.
+
+    Warns:
+        PrivlabWarning: if another size of batches is taken than the stated one.
+    """
+    client = spec.local_training
+    if client is None or client.epochs is not None:
+        return spec
+    batches = client.total_steps * client.accumulation
+    if client.images <= batches * client.batch_size:
+        return spec
+    batch = math.ceil(client.images / batches)
+    warn(
+        f"Steps of client.batch_size={client.batch_size} feed {batches * client.batch_size} of client.images="
+        f"{client.images}: client.batch_size={batch} is taken."
+    )
+    return replace(spec, options=(*spec.options, f"client.batch_size={batch}"))
 
 
 def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Given:
-    block = "stock" if spec.block == "auto" else spec.block
-    spec = replace(spec, settings=("c",), block=block, release="gradients", images=(str(file),))
     released = read_gradient_file(file)
-    base = _victim(spec, device)
+    spec = replace(spec, settings=("c",), release="gradients", images=(str(file),))
+    base = audited_victim(spec, device)
     check_fit(released, base.model)
     if spec.defense == "auto" and not base.has_mjp:
         spec = replace(spec, defense="none")
@@ -123,16 +274,10 @@ def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Give
     knows = _knows_weights(released, base)
     update = update_in(released.gradients, base.model if knows else None, released.batch_size, released.source)
     if update is not None:
-        _warn(update)
+        warn(update)
     plain = update is None and check_head(released) and not released.is_zero
     seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
     return Given(spec, base, released, seen, _told(base, seen) if plain else None, changed=update is not None)
-
-
-def _victim(spec: Specification, device: torch.device) -> Victim:
-    """Return the one victim of an audit, which is the client's model."""
-    names = ("weights", "block", "img_size", "seed", "classes", "normalisation")
-    return victim(spec.models[0], **{name: getattr(spec, name) for name in names}).to(device)
 
 
 def _knows_weights(released: GradientFile, base: Victim) -> bool:
@@ -142,11 +287,9 @@ def _knows_weights(released: GradientFile, base: Victim) -> bool:
         PrivlabWarning: if they are not, or the file does not say.
     """
     if released.weights_sha256 is None:
-        _warn(
-            f"{released.source} states no weights_sha256: {base.weights.origin} are taken for the client's, on trust."
-        )
+        warn(f"{released.source} states no weights_sha256: {base.weights.origin} are taken for the client's, on trust.")
     elif released.weights_sha256 != base.weights.sha256:
-        _warn(
+        warn(
             f"{other_weights(released, base)}: attacks that need the weights are left out, and no reconstruction can "
             f"be checked. {GIVE_WEIGHTS}"
         )
@@ -169,7 +312,3 @@ def _told(base: Victim, seen: Observation) -> Told | None:
     if Capability.KNOWS_WEIGHTS not in seen.grants:
         held.pop("head.weight", None)
     return told_labels(base.model.vit.head, held, seen.images_per_release)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=3)

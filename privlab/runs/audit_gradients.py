@@ -3,11 +3,9 @@
 No private image is needed.
 """
 
-import math
 import re
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -15,52 +13,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import (
-    PrivlabError,
-    PrivlabWarning,
-    collect_warnings,
-    first,
-    pick_device,
-)
-from privlab.evaluation import CONTROLS, AttackGroup, Specification, applicable, default_attacks, stands_in, unread
+from privlab.base import PrivlabError, collect_warnings, first, pick_device, plain_data, warn
+from privlab.evaluation import AttackGroup, Specification, applicable, default_attacks, stands_in, unread
 from privlab.evaluation.lpips_choice import with_lpips
-from privlab.release import (
-    EXPLAINED_RESIDUAL,
-    GradientFile,
-    head_of,
-    labels_of_signs,
-    slots_without_gradient,
-)
-from privlab.release.residual import explained_share, residual, tells_images
-from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, unknown_images
+from privlab.release import GradientFile, head_of, labels_of_signs, slots_without_gradient
+from privlab.release.explained import explained_share
+from privlab.runs.audit_case import UNSCORED, Audit, AuditCase, Row, failed, unknown_images
+from privlab.runs.audit_certificate import certify, what_released
 from privlab.runs.audit_given import GIVE_WEIGHTS, Files, Given, other_weights, read_given
-from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed, write_scores
+from privlab.runs.audit_reference import ReferenceScorer, as_fed, write_scores
+from privlab.runs.update_diagnosis import label_shares
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
 from privlab.victims import Victim
-
-__all__ = ["GradientAudit", "audit_gradients"]
-
-
-@dataclass(frozen=True, eq=False)
-class GradientAudit:
-    """The results of an audit: a row for each attack, the red flags, and the directory of the images.
-
-    A row has `residual` where the reconstruction could be checked by the gradient that it gives, and scores where there
-    is a reference. `missing` holds the reason for each metric that could not be computed. `reference` says how the
-    client preprocessed the reference, if it did so otherwise than the victim does. `metrics` are those that were asked
-    for, none without a reference. `what` was released, a "gradient" or an "update".
-    """
-
-    rows: Sequence[Row]
-    flags: Sequence[str]
-    labels: Sequence[int] | None
-    warnings: Sequence[str]
-    path: Path
-    missing: Mapping[str, str] = field(default_factory=dict)
-    reference: str | None = None
-    metrics: Sequence[str] = ()
-    what: str = "gradient"
 
 
 def audit_gradients(
@@ -72,7 +37,7 @@ def audit_gradients(
     overwrite: bool = False,
     reference: Path | None = None,
     command: str | None = None,
-) -> GradientAudit:
+) -> Audit:
     """Run every attack that the file grants; write its records and reconstructions as soon as it is finished.
 
     An image that is not known is named by the file and its number, and its records have no scores. The private image
@@ -99,68 +64,66 @@ def audit_gradients(
         PrivlabError: for a file that cannot be read, does not fit the victim or contradicts itself, an attack that was
             asked for and needs more than the file grants, or a reference that is no image.
     """
+    RunDirectory(out).check(overwrite=overwrite)
     spec, told_of_lpips = with_lpips(spec, {}, download=reference is not None)
-    messages = [told_of_lpips] if told_of_lpips is not None and reference is not None else []
+    messages = list[str]()
+    asides = [told_of_lpips] if told_of_lpips is not None and reference is not None else []  # they are said last
     with collect_warnings(messages):
         given = read_given(file, spec, pick_device(device))
         spec, base, released, seen, labels = given.spec, given.base, given.released, given.seen, given.labels
-        what = "gradient" if seen.client is None else "update"
-        attacks, refused = _attacks(spec, base, seen, released)
-        _check_left(seen, attacks, released)
+        what = what_released(seen)
+        with collect_warnings(asides):
+            attacks, refused = _attacks(spec, base, seen, released)
+        attacks = _left(spec, seen, attacks, refused, released.source)
         scorer = None if reference is None else ReferenceScorer.of(reference, spec, base)
         if scorer is not None:
             seen = replace(seen, photographs=scorer.photographs(base.preprocessing))
-    case = _case(spec, base, attacks, refused, _images(file, released, scorer, labels), scorer)
+    content = b"".join(path.read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
+    images = unknown_images(released.source, content, released.batch_size)
+    if labels is not None and len({*labels}) == 1:
+        images = tuple(replace(image, label=labels[0], label_origin="released") for image in images)
+    case = AuditCase(spec, AttackGroup(base, tuple(attacks)), refused, [images])
+    if scorer is not None:
+        private = replace(images[0], name=scorer.named.name, sha256=scorer.named.sha256)
+        by = {"public": scorer.public_sha256, "metrics": scorer.metrics, "missing": scorer.missing}
+        case = replace(case, releases=[(private, *images[1:])], **by)
     run = RunDirectory.create(out, overwrite=overwrite)
-    facts = case.facts(out, released.source, command) | _facts(base, released)
+    facts = case.facts(out, released.source, command)
+    facts["victim"] = {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params()
+    facts["released"] = {
+        "file": released.source,
+        "batch_size": released.batch_size,
+        "reduction": released.reduction,
+        "model": released.model,
+        "weights_sha256": released.weights_sha256,
+        "gradients": len(released.gradients),
+        "without_gradient": sorted(released.without),
+    }
     facts |= {"labels": labels} | ({"unscored": UNSCORED} if scorer is None else {})
     told_of_reference = None
     with run.noted(facts, messages):
         with collect_warnings(messages):
-            made = [_attack(case, attack, seen, released, labels, scorer, run) for attack in attacks]
+            made = [_attack(case, attack, given, seen, scorer, run) for attack in attacks]
+            if given.unexplained is not None and not any(row["proof"] for row, _ in made):
+                warn(given.unexplained)
             if scorer is not None and labels is not None:
-                scorer, told_of_reference = as_fed(scorer, base, seen, labels[0], made)
+                target = labels[0] if given.target is None else given.target
+                scorer, told_of_reference = as_fed(scorer, base, seen, target, made)
             rows: list[Row] = [] if scorer is None else [scorer.control()]
             rows += [row if scorer is None or images is None else row | scorer(images) for row, images in made]
+            exact = scorer is not None and any(scorer.is_exact(images) for _, images in made if images is not None)
+            leaks = False if released.is_zero else exact or any(row.get("explained") for row in rows) or None
             if scorer is not None:
                 write_scores(case, scorer, rows, made, run)
+        messages += asides
         messages += [] if scorer is None else [f"{name} is n/a: {reason}" for name, reason in scorer.missing.items()]
         found = _flags(given, rows)
-        facts |= {"flags": found, "reference": told_of_reference, "attacks": [_plain(row) for row in rows]}
-        if scorer is None:
-            facts["unscored"] = _proof(rows, what)
-    missing = {} if scorer is None else scorer.missing
+        facts |= {"flags": found, "reference": told_of_reference, "attacks": plain_data(rows), "leaks": leaks}
+        if scorer is None and (proven := [row for row in rows if row.get("proof") == what]):
+            names, left = first([row["attack"] for row in proven]), max(row["residual"] for row in proven)
+            facts["unscored"] += f" What gives the released {what} (residual {left:.1e}) was reconstructed by {names}."
     metrics = () if scorer is None else spec.metrics
-    return GradientAudit(rows, found, labels, messages, out, missing, told_of_reference, metrics, what)
-
-
-def _images(
-    file: Files, released: GradientFile, scorer: ReferenceScorer | None, labels: Sequence[int] | None
-) -> Release:
-    """Return the images of the step, with their label where it is known; the private image comes first."""
-    content = b"".join(path.read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
-    found = unknown_images(released.source, content, released.batch_size)
-    if scorer is not None:
-        found = (replace(found[0], name=scorer.named.name, sha256=scorer.named.sha256), *found[1:])
-    if labels is None or len({*labels}) != 1:
-        return found
-    return tuple(replace(image, label=labels[0], label_origin="released") for image in found)
-
-
-def _case(
-    spec: Specification,
-    base: Victim,
-    attacks: Sequence[Attack],
-    refused: Mapping[str, str],
-    images: Release,
-    scorer: ReferenceScorer | None,
-) -> AuditCase:
-    """Return the case of the file; if the private image is known, with what it is scored by."""
-    group = AttackGroup(base, tuple(attacks))
-    if scorer is None:
-        return AuditCase(spec, group, refused, [images])
-    scored_by = (scorer.public_sha256, scorer.metrics, CONTROLS[:1], scorer.missing)
-    return AuditCase(spec, group, refused, [images], *scored_by)
+    return Audit(rows, messages, out, found, labels, case.missing, told_of_reference, metrics, what, leaks)
 
 
 def _attacks(
@@ -198,24 +161,34 @@ def _attacks(
     for name, refusal in refused.items():
         by_reason.setdefault(refusal.removeprefix(f"Attack '{name}' "), []).append(name)
     for reason, names in by_reason.items():
-        _warn(f"Left out: {', '.join(names)}. {'It' if len(names) == 1 else 'Each'} {reason}")
+        who = "It" if len(names) == 1 else "Each"
+        needs = reason.replace("needs what this observation does not grant: ", "needs ")
+        warn(f"Left out: {', '.join(names)}. {who} {needs} See `privlab explain {names[0]}`.")
     running = {attack.name for attack in able}
     return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)], refused
 
 
-def _check_left(seen: Observation, attacks: Sequence[Attack], released: GradientFile) -> None:
-    """Refuse a release of which filters left no entry that any of the attacks reads.
+def _left(
+    spec: Specification, seen: Observation, attacks: Sequence[Attack], refused: dict[str, str], source: str
+) -> Sequence[Attack]:
+    """Return the attacks, or none where filters left no entry of a release that any of them reads.
 
-    Raises:
-        PrivlabError: with the filters and their options.
+    That is a result: there is a warning, and `refused` then has the filters and their options as the reason for each
+    attack. If an attack was asked for by name, it is an error.
     """
     filters = Stack(tuple(seen.defense)).on_gradients
     read = {name for attack in attacks for name in (seen.gradients if "*" in attack.parameters else attack.parameters)}
-    if filters and read and not any(seen.gradients[name].any() for name in read):
-        raise PrivlabError(
-            f"{released.source}: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. Found "
-            f"{' + '.join(map(str, filters))}: let it leave more. That no attack can run is no evidence of privacy."
-        )
+    if not filters or not read or any(seen.gradients[name].any() for name in read):
+        return attacks
+    reason = (
+        f"{source}: no evidence: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. "
+        f"Found {' + '.join(map(str, filters))}. That no attack can run is no evidence of privacy."
+    )
+    if spec.attacks is not None:
+        raise PrivlabError(reason)
+    warn(reason)
+    refused |= {attack.name: reason for attack in attacks}
+    return ()
 
 
 def _on_request(seen: Observation, effort: str) -> list[str]:
@@ -235,17 +208,18 @@ def _on_request(seen: Observation, effort: str) -> list[str]:
 def _attack(
     case: AuditCase,
     attack: Attack,
+    given: Given,
     seen: Observation,
-    released: GradientFile,
-    labels: Sequence[int] | None,
     scorer: ReferenceScorer | None,
     run: RunDirectory,
 ) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
     """Run one attack, write its images and then its records, and return its row and its reconstruction, if it has one.
 
-    The reconstruction of a single image is checked by the gradient that it gives, if its label is known.
+    Reconstructions are checked by what they give (`certify`).
     """
+    released = given.released
     row: Row = {"attack": attack.name, "block": "april" if Capability.APRIL_BLOCK in seen.grants else "stock"}
+    row |= {"explained": None, "proof": None, "fitted": {}}
     (release,) = case.releases
     if released.is_zero:
         records, images = failed(case.rows(attack, release), "what is released is zero"), None
@@ -260,12 +234,14 @@ def _attack(
     row["seconds"] = round(sum(record["seconds_attack"] for record in records), 4)
     darkest, lightest = images.flatten(2).aminmax(dim=2)
     row["blank"] = bool((lightest - darkest < 1 / 255).all())
-    checked = Capability.KNOWS_WEIGHTS in seen.grants and tells_images(seen)
-    if released.batch_size == len(images) == 1 and labels is not None and checked:
-        row["residual"] = residual(seen, images, labels[0])
-        row["explained"] = row["residual"] < EXPLAINED_RESIDUAL
-        share: Row = {"explained": explained_share(row["residual"])}
+    found = certify(seen, images, given.target, checked=not given.changed, of_levels=bool(getattr(attack, "levels", 0)))
+    row |= {"explained": found.explained, "proof": found.proof}
+    if found.residual is not None:
+        row["residual"] = found.residual
+        share: Row = {"explained": explained_share(found.residual)}
         records = [record | share for record in records]
+    if found.proof == what_released(seen):
+        row["fitted"] = dict(given.fitted)
     order = list(range(len(images)))
     if scorer is not None:
         order.insert(0, order.pop(scorer.nearest(images)))
@@ -276,18 +252,9 @@ def _attack(
     return row, images
 
 
-def _proof(rows: Sequence[Row], what: str) -> str:
-    """Return the sentences of an audit without a private image: which reconstructions give what was released."""
-    if not (found := [row for row in rows if row.get("explained")]):
-        return UNSCORED
-    names, left = first([row["attack"] for row in found]), max(row["residual"] for row in found)
-    return f"{UNSCORED} What gives the released {what} (residual {left:.1e}) was reconstructed by {names}."
-
-
 def _flags(given: Given, rows: Sequence[Row]) -> list[str]:
     """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack."""
     spec, released, seen, base, told = given.spec, given.released, given.seen, given.base, given.told
-    changed = given.changed
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
     found = []
@@ -308,19 +275,26 @@ def _flags(given: Given, rows: Sequence[Row]) -> list[str]:
             f"{released.batch_size} images in one gradient: attacks for one image do not run, "
             "which is no evidence of privacy"
         )
-    tried = spec.attacks is not None or changed or (released.batch_size == 1 and any("block" in row for row in rows))
+    tried = (
+        spec.attacks is not None or given.changed or (released.batch_size == 1 and any("block" in row for row in rows))
+    )
     if not tried and (asked := _on_request(seen, spec.effort)):
         found.append(
             f"not tried, as these searches are not of effort {spec.effort}: {first(asked, 3)}. Add --attack {asked[0]}"
         )
-    if changed and (mean := head_of(released)) is not None and (seen_by := labels_of_signs(mean, released.batch_size)):
+    mean = head_of(released) if given.changed else None
+    if mean is not None and (by_signs := labels_of_signs(mean, released.batch_size)):
         found.append(
             "labels given away by signs in the gradient of the head, if they are not smoothed: "
-            f"{first(map(str, seen_by), 16)}"
+            f"{first(map(str, by_signs), 16)}"
         )
+    if "label" in given.fitted:
+        found.append(f"label: {label_shares(given.fitted['label'])}")
+    if fitted := [f"client.{name}={value}" for name, value in given.fitted.items() if name != "label"]:
+        found.append(f"fitted to the update: {first(fitted, 8)}")
     if told is not None and told.certain:
         among = "" if told.all_certain else "among them "
-        found.append(f"labels given away by the gradient of the head: {among}{first(map(str, told.certain), 16)}")
+        found.append(f"labels given away by {told.by}: {among}{first(map(str, told.certain), 16)}")
     if told is not None and not told.all_certain:
         found.append(f"labels, guessed where they are not given away: {first(map(str, told.labels), 16)}")
     if base.weights.is_random:
@@ -331,22 +305,3 @@ def _flags(given: Given, rows: Sequence[Row]) -> list[str]:
     if not any("block" in row for row in rows):
         found.append("no attack ran on this file, which is no evidence of privacy")
     return found
-
-
-def _facts(base: Victim, released: GradientFile) -> Row:
-    """Return what `run.json` states of the file, and of the one victim."""
-    stated = {"file": released.source, "batch_size": released.batch_size, "reduction": released.reduction}
-    stated |= {"model": released.model, "weights_sha256": released.weights_sha256}
-    return {
-        "victim": {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params(),
-        "released": stated | {"gradients": len(released.gradients), "without_gradient": sorted(released.without)},
-    }
-
-
-def _plain(row: Row) -> Row:
-    """Return a row that JSON can hold: an infinite PSNR is "Infinity"."""
-    return {key: "Infinity" if value == math.inf else value for key, value in row.items()}
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=3)

@@ -12,8 +12,6 @@ from privlab.images import data_uri
 from privlab.runs.attack import STRIPS_SHOWN
 from privlab.training import TrainingProgress, listening
 
-__all__ = ["Records", "shown_progress"]
-
 _ALWAYS = ("image", "attack")
 _WHERE_SEVERAL = ("victim", "setting", "geometry", "status")
 """The columns that tell rows apart, if they hold more than one value."""
@@ -57,11 +55,7 @@ class Records(pd.DataFrame):
 
 @contextmanager
 def shown_progress(*, shown: bool) -> Iterator[Callable[[int, int, Result | None], None]]:
-    """Show the images that are done of a run, by tqdm: in Jupyter and on a terminal, and nowhere else.
-
-    Args:
-        shown: whether a bar is wanted at all.
-    """
+    """Show the images that are done of a run, by tqdm: in Jupyter and on a terminal, and nowhere else."""
     with tqdm(desc="images", unit="image", leave=False, mininterval=0, disable=None if shown else True) as bar:
 
         def step(now: TrainingProgress) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from privlab.attacks import PatchGradient
 from privlab.attacks.solvers import fit_decay, slot_rows
-from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision, unwritable
+from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision, plain_data, unwritable
 from privlab.metrics import correlation, psnr, psnr_affine
 from privlab.release import (
     EXPLAINED_RESIDUAL,
@@ -21,13 +20,11 @@ from privlab.release import (
     trained_parameters,
     update_capabilities,
 )
-from privlab.release.residual import explained_share
+from privlab.release.explained import explained_share
 from privlab.release.update_files import label_of_update, update_between
-from privlab.runs.fed_pixels import fed_pixels, residual_of_pixels
+from privlab.runs.update_diagnosis import fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
-
-__all__ = ["LEAKS", "OwnUpdateAudit", "Verdict", "write_line"]
 
 _PE, _PROJECTION = PatchGradient.parameters
 
@@ -156,41 +153,43 @@ class OwnUpdateAudit:
         with full_precision(), collect_warnings([]):  # what weakens the attack is in `limits`
             seen = self._observe(before, after, client, self.names(whole=images is None))
             found = [fed_pixels(seen, lost) for lost in _decays(seen, client)]
-            if images is None:
-                return self._certified(seen, found)
-            return self._scored(seen, found, images.to(found[0]))
+            limits = _limits(seen, client)
+            return self._certified(seen, found, limits) if images is None else self._scored(seen, found, images, limits)
 
-    def _certified(self, seen: Observation, found: Sequence[Float[Tensor, "1 c h w"]]) -> Verdict:
+    def _certified(self, seen: Observation, found: Sequence[Float[Tensor, "1 c h w"]], limits: str | None) -> Verdict:
         """Return the verdict by the share of the update that the best reconstruction explains."""
-        explained = _explained(seen, found[0])
-        if explained <= self.max_explained:  # each costs a round
-            explained = max(explained, *(_explained(seen, image) for image in found[1:]))
+        label = label_of_update(seen)
+        if label is None:
+            raise PrivlabError("The certificate needs the update of head.bias. Found none: give the client's images.")
+        shares = (explained_share(residual_of_pixels(seen, pixels, label)) for pixels in found)  # each costs a round
+        explained = next(shares)
+        if explained <= self.max_explained:
+            explained = max(explained, *shares)
         leaks = explained > self.max_explained
-        return Verdict(None, None, None, explained, _limits(seen) or (None if leaks else UNEXPLAINED), leaks)
+        return Verdict(None, None, None, explained, limits or (None if leaks else UNEXPLAINED), leaks)
 
     def _scored(
-        self, seen: Observation, found: Sequence[Float[Tensor, "1 c h w"]], images: Float[Tensor, "b c h w"]
+        self,
+        seen: Observation,
+        found: Sequence[Float[Tensor, "1 c h w"]],
+        images: Float[Tensor, "b c h w"],
+        limits: str | None,
     ) -> Verdict:
         """Return the verdict by the client's images: of each the best reconstruction counts, and the nearest image."""
+        images = images.to(found[0])
+        as_said = [(pixels * seen.model.std + seen.model.mean).clamp(0, 1) for pixels in found]
+        stretched = [_stretched(pixels) for pixels in found]
         plain, free, alike = (
-            torch.stack([score(each.expand_as(images), images) for each in of]).amax(0)
-            for score, of in (
-                (psnr, [(z * seen.model.std + seen.model.mean).clamp(0, 1) for z in found]),
-                (psnr_affine, [_stretched(z) for z in found]),
-                (correlation, [_stretched(z) for z in found]),
-            )
+            torch.stack([score(each.expand_as(images), images) for each in reconstructions]).amax(0)
+            for score, reconstructions in ((psnr, as_said), (psnr_affine, stretched), (correlation, stretched))
         )
         scores = torch.where(alike.square() >= _STRUCTURE, torch.maximum(plain, free), plain)
         best = int(scores.argmax())
         leaks = not scores[best] <= self.max_psnr  # NaN is no pass
-        return Verdict(float(plain[best]), float(free[best]), best, None, _limits(seen), bool(leaks))
+        return Verdict(float(plain[best]), float(free[best]), best, None, limits, bool(leaks))
 
     def names(self, *, whole: bool) -> list[str]:
-        """Return the timm names of the parameters that an audit reads.
-
-        Args:
-            whole: whether the certificate is to judge, which runs the whole model; else they are 6 % of a ViT-Ti.
-        """
+        """Return the timm names of the parameters that an audit reads."""
         names = [name for name, _ in self.model.vit.named_parameters()]
         return [n for n in names if whole or n in (_PE, _PROJECTION, "head.weight") or n.endswith("attn.qkv.bias")]
 
@@ -224,11 +223,10 @@ def write_line(path: Path, line: Mapping[str, object]) -> None:
     Raises:
         PrivlabError: if the file cannot be written.
     """
-    plain = {key: "Infinity" if value == math.inf else value for key, value in line.items()}  # PSNR of an equal image
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
+            file.write(json.dumps(plain_data(line)) + "\n")
     except OSError as error:
         raise unwritable(path, error) from error
 
@@ -247,18 +245,9 @@ def _stretched(image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 c h w"]:
     return (image - least) / (most - least).clamp(min=torch.finfo(image.dtype).tiny)
 
 
-def _explained(seen: Observation, pixels: Float[Tensor, "1 c h w"]) -> float:
-    """Return the share of the update that an image explains, which is given as normalised pixels."""
-    label = label_of_update(seen)
-    if label is None:
-        raise PrivlabError("The certificate needs the update of head.bias. Found none: give the client's images.")
-    return explained_share(residual_of_pixels(seen, pixels, label))
-
-
-def _limits(seen: Observation) -> str | None:
+def _limits(seen: Observation, client: Client) -> str | None:
     """Return why the closed form is not exact for this update; None if it is, but for rounding."""
-    client, B = seen.client, seen.images_per_release
-    assert client is not None
+    B = seen.images_per_release
     found = [PatchGradient().beyond(replace(seen, client=replace(client, weight_decay=0.0)))]  # it is subtracted
     found += [f"{B} images in one update"] if B > 1 else []
     for name in (_PE, _PROJECTION):

@@ -1,34 +1,51 @@
-"""Whether the stated settings of a client explain its update, and which ones would: no private image is needed."""
+"""How a client trained, as its update shows it: what is not stated is fitted, and no private image is needed."""
 
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
-from privlab.attacks import PatchUpdate
+from privlab.attacks import PatchGradient, PatchUpdate
 from privlab.attacks.solvers import fit_decay, slot_gradients, slot_rows
-from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, full_precision
-from privlab.release import EXPLAINED_RESIDUAL, undecayed, update_on, without_decay
-from privlab.release.residual import residual
-from privlab.runs.fed_pixels import fed_pixels, residual_of_pixels
+from privlab.base import collect_warnings, full_precision, warn
+from privlab.release import EXPLAINED_RESIDUAL, is_explained, undecayed, update_on, without_decay
+from privlab.release.explained import residual, soft_targets
+from privlab.release.grey_levels import grey_level_error
 from privlab.threat import Client, Observation
-from privlab.victims.named import NORMALISATIONS, of_channels
+from privlab.victims.named import of_channels
+from privlab.victims.names import NORMALISATIONS
 
-__all__ = ["TWO_MODELS", "at_rate", "check_settings", "decay_that_takes", "share_of_weights"]
+_BIAS = "head.bias"
+_RANGE = 512  # the normalised pixels that can be held, from −512 to 512: images of 0 to 255 that nobody scaled fit too
 
-_MOMENTUM = 0.9
-"""The momentum that is tried where another one is stated: that of nearly all who use any."""
+_MOMENTUM = 0.9  # the momentum that is tried first where another one is stated: that of nearly all who use any
+_MOMENTA = (_MOMENTUM, 0.8, 0.95, 0.5)
+"""Those that are tried as they are; others are found where what the client moves grows with them."""
 
-_MOST_STEPS = 20
-"""The most steps that are tried where others are stated."""
+_MOST_STEPS = 20  # the most steps that are tried where others are stated
+_NEAR = 0.05  # how far a fitted number may be rounded, relative to it
+_NEAR_LEVELS = 0.2  # the rms distance from grey levels, in levels, below which nearly every value is nearest to its own
+_MOST_LABELS = 5  # the most of other settings with which a label is fitted too
+_LEAST_COSINE = 0.9  # between the update of the head's bias and that of the right image and label under other settings
+_CLIPPED_STEPS = (1, 2, 3, 4, 5)  # numbers of steps that are tried with clipping, beside the stated one
+_CLIP_ROUNDS = 3
+"""Times that a clip is corrected: later gradients point elsewhere, so that steps do not add up in length."""
 
-_BEYOND = 0.01
-"""How far a pixel may be from black and white, by rounding, for a normalisation to fit."""
-
+_BEYOND = 0.01  # how far a pixel may be from black and white, by rounding, for a normalisation to fit
 _ROUNDS = 8
-"""Times that a learning rate or a decay is corrected: later steps depend on it in other ways than the first one."""
+"""Times that a rate, a momentum or a decay is corrected: later steps depend on it in other ways than the first one."""
+
+_EXACT = 1e-3  # a residual below which settings are those of the client: rounding and fitted numbers leave as much
+_FLOOR = 1e-4  # residuals below this are alike
+_LEAST_SHARE = 0.01  # the least probability of a class that a fitted label states
+_DIGITS = (1, 2, 3)
+"""The digits to which a fitted number is rounded if that explains the update as well: people state such numbers."""
 
 TWO_MODELS = 0.1
 """The least share of the weights' norm by which two models differ, and the most of that which a stated round moves.
@@ -38,212 +55,425 @@ SGD at a rate of 0.01 moved them by 0.02, one of 20 at 0.1 with momentum by 0.32
 """
 
 
-def check_settings(seen: Observation, label: int, source: str, *, fitted: bool = False) -> Client | None:
-    """Refuse settings that do not explain the update of one image where others do.
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """Settings of a client and a target with which an image explains an update, and the residual that they leave.
 
-    The image is solved for with its decay fitted, which needs no setting but that SGD was used. The client is run again
-    on it with the stated settings, and if they do not explain the update with others: another learning rate or decay or
-    both, another normalisation, another momentum, another number of steps.
+    `target` is a class index, or a probability of each class where no label and no smoothing explains the update.
+    `of_head` is how many times as far the head moved as these settings say, where it has a rate of its own.
+    """
+
+    client: Client
+    target: int | Float[Tensor, "1 y"]
+    residual: float
+    of_head: float = 1.0
+
+    @property
+    def explains(self) -> bool:
+        """Whether the residual is small enough."""
+        return is_explained(self.residual, self.client)
+
+    def settings(self, stated: Client) -> dict[str, Any]:
+        """Return the settings that differ from the stated ones, by name, and a fitted label by class."""
+        values, others = asdict(self.client), asdict(stated)
+        found: dict[str, Any] = {name: value for name, value in values.items() if value != others[name]}
+        found.pop("epochs", None)  # steps stand in their place
+        if isinstance(self.target, Tensor):
+            shares = {c: round(float(y), 4) for c, y in enumerate(self.target[0]) if y >= _LEAST_SHARE}
+            found["label"] = dict(sorted(shares.items(), key=lambda share: -share[1])[:16])
+        return found
+
+    def score(self, stated: Client) -> float:
+        """Return the residual, and more for each setting that is not the stated one: of two that fit, the simpler."""
+        changed = self.settings(stated)
+        label = changed.pop("label", None)
+        cost = 1.0 + 2 * len(changed.keys() - {"nesterov"}) - ("label_smoothing" in changed)
+        if label is not None:
+            cost *= 3 if _is_plausible(label) else 10
+        return (self.residual + _FLOOR) * cost
+
+
+def _is_plausible(label: Mapping[int, float]) -> bool:
+    """Return whether a fitted label is of few classes, as MixUp and CutMix make it; a shorter step gives others."""
+    return len(label) <= 4 and sum(label.values()) > 1 - _LEAST_SHARE
+
+
+def fit_client(seen: Observation, label: int, source: str) -> Fitted | None:
+    """Return how a client of one image trained, where settings explain its update; None where none does.
+
+    The client is run again on the image of the closed form, with the stated settings and label; with a label that the
+    update of the head's bias shows (`soft_targets`): smoothed, mixed or of several classes; with another decay, rate,
+    momentum, number of steps, schedule or number format. The simplest that explains the update is taken, and said.
 
     Args:
-        seen: the update of a client of one image, with N < D; if it has dropout nothing is said.
-        label: the class that the update tells.
-        source: names of the files, for the error.
-        fitted: whether the decay is not known and another one is taken, not refused.
-
-    Returns:
-        The client: with the decay that explains the update if it is `fitted` and the stated one does not.
-
-    Raises:
-        PrivlabError: with the settings that explain the update.
+        seen: the update of a client of one image, with N < D; if it has dropout nothing is fitted.
+        label: the class that the update shows.
+        source: names of the files, for the warning.
 
     Warns:
-        PrivlabWarning: if nothing that was tried explains it, or another decay is taken. Of Adam and AdamW nothing is
-            tried but SGD, and nothing is said if that does not explain it.
+        PrivlabWarning: for settings that are fitted. Of Adam and AdamW nothing is tried but SGD.
     """
-    client, names = seen.client, {"pos_embed", "patch_embed.proj.weight", "head.bias"}
-    if client is None or not names <= seen.gradients.keys() or client.dropout:
-        return client
-    if client.optimiser != "sgd":
-        _check_sgd(replace(seen, client=replace(client, optimiser="sgd", weight_decay=0.0)), client, label, source)
-        return client
+    if (stated := seen.client) is None or _BIAS not in seen.gradients:
+        return None
+    start = stated if stated.optimiser == "sgd" else replace(stated, optimiser="sgd", weight_decay=0.0)
+    seen = replace(seen, client=start)
+    if (image := _closed_form(seen)) is None:
+        return None
+    with full_precision(), collect_warnings([]):
+        found = _Search(seen, start, image, label).simplest()
+    if found is not None and (changed := found.settings(stated)):
+        warn(f"{source}: {_stated(changed, stated)}. Other settings may explain the update as well.")
+    if found is not None and found.of_head != 1:
+        warn(
+            f"{source}: the head moved {found.of_head:.3g} times as far as these settings say. It has a learning rate "
+            "of its own, and the rest of the update is explained without it."
+        )
+    return found
+
+
+def _closed_form(seen: Observation) -> Tensor | None:
+    """Return the image of a client of one image, of grey levels where these are near; None where it finds none.
+
+    Its decay is fitted, so that it needs no setting but that SGD was used, without dropout: momentum, rates and
+    averages of weights are one linear map of the steps.
+    """
+    lacking = {"pos_embed", "patch_embed.proj.weight"} - seen.gradients.keys()
+    client = seen.client
+    if lacking or client is None or client.optimiser != "sgd" or client.dropout or client.drop_path:
+        return None
     if PatchUpdate().beyond(seen) is not None:
-        return client
+        return None
     with full_precision(), collect_warnings([]):  # what weakens the attack is said where it runs
         image = PatchUpdate(decay="fitted")(seen)
-        if client.drop_path or residual(seen, image, label) < EXPLAINED_RESIDUAL:
-            return client
-        lost = _lost(seen)
-        other = _first(seen, _others(seen, client, image, label, lost), image, label)
-        if other is None:
-            _check_normalisation(seen, lost, label, source)
-            other = _first(seen, _rounds_like(client), image, label)
-        round_moves = math.inf if other else share_of_weights(seen, update_on(seen.model, client, image, label))
-    if other is None:
-        _warn(_unexplained(source, share_of_weights(seen), round_moves))
-        return client
-    changed = [name for name in ("lr", "weight_decay", "momentum") if getattr(other, name) != getattr(client, name)]
-    found, right = (
-        [f"client.{name}={getattr(of, name):{digits}}" for name in changed]
-        + [f"client.steps={of.total_steps}"] * (other.total_steps != client.total_steps)
-        for of, digits in ((client, "g"), (other, ".3g"))
-    )
-    if not (fitted and changed == ["weight_decay"]):
-        more = " Other steps or another momentum than stated would change its size too." * ("lr" in changed)
-        raise PrivlabError(
-            f"{source} does not match {', '.join(found)}: its size is that of {' and '.join(right)}.{more}"
+        near = float(grey_level_error(image).rms[0]) < _NEAR_LEVELS
+        return (image * 255).round() / 255 if near else image
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """A search for the settings with which an image and its label explain the update of a client, from the stated."""
+
+    seen: Observation
+    start: Client
+    image: Tensor
+    label: int
+
+    def simplest(self) -> Fitted | None:
+        """Return the simplest settings that explain the update; None where none does."""
+        start = self.start
+        found = [each for client in {start, self.decayed(start)} for each in self.tried(client)]
+
+        def best() -> Fitted:
+            return min(found, key=lambda each: (not each.explains, each.score(start)))
+
+        if not best().explains:
+            alone = self.without_head(self.decayed(start))
+            if alone is not None and alone.residual < _EXACT:
+                return alone
+        if best().residual >= _EXACT:
+            others = [next(self.tried(self.decayed(client))) for client in self.others()]
+            others.sort(key=lambda each: each.score(start))
+            found += others
+            if best().residual >= _EXACT:  # a label takes more runs
+                found += [each for one in others[:_MOST_LABELS] for each in self.tried(one.client)]
+        label = best().settings(start).get("label")
+        if not best().explains or (label is not None and not _is_plausible(label)):
+            found += [next(self.tried(self.decayed(client))) for client in self.clipped()]
+        return self.rounded(best()) if best().explains else self.without_head(best().client)
+
+    def left(self, client: Client, target: int | Tensor, *, with_bias: bool = True) -> float:
+        """Return the residual that a client leaves of the update."""
+        return residual(replace(self.seen, client=client), self.image, target, with_bias=with_bias)
+
+    def made(self, client: Client) -> Mapping[str, Tensor]:
+        """Return the update of a client on the image."""
+        return update_on(self.seen.model, client, self.image, self.label)
+
+    @cached_property
+    def lost(self) -> float | None:
+        """Return the share of the weights that decay took, as it is fitted; None where it is that of the start."""
+        lost = _lost(self.seen)
+        decays = abs(lost - (1 - self.start.kept_share)) > _FLOOR * share_of_weights(self.seen)
+        return lost if decays else None
+
+    def decayed(self, client: Client) -> Client:
+        """Return a client with the decay that the update shows."""
+        return client if self.lost is None else replace(client, weight_decay=decay_that_takes(client, self.lost))
+
+    def tried(self, client: Client) -> Iterator[Fitted]:
+        """Yield what a client leaves with its label; if that is much, with smoothing or any fitted label."""
+        yield (hard := Fitted(client, self.label, self.left(client, self.label)))
+        if hard.residual < _EXACT or (y := soft_targets(replace(self.seen, client=client), self.image)) is None:
+            return
+        classes = y.shape[1]
+        rest = y[0].sort().values[:-1]
+        if client.loss == "cross-entropy" and classes > 2:
+            smoothing = float(rest.mean()) * classes
+            if 0 < smoothing < 1 and float((rest - rest.mean()).abs().sum()) < _LEAST_SHARE:
+                own = replace(client, label_smoothing=round(smoothing, 4))
+                top = int(y[0].argmax())
+                yield Fitted(own, top, self.left(own, top))
+        plain = replace(client, label_smoothing=0.0)
+        yield Fitted(plain, y, self.left(plain, y))
+
+    def clipped(self) -> Iterator[Client]:
+        """Yield clients that clip each gradient to the norm with which some number of steps moves as far."""
+        size = math.sqrt(_squares(u[0] for u in self.seen.gradients.values()))
+        for steps in sorted({self.start.total_steps, *_CLIPPED_STEPS}):
+            clip = size / (self.start.lr * steps)
+            for _ in range(_CLIP_ROUNDS):
+                made = self.made(replace(self.start, steps=steps, epochs=None, clip=clip))
+                clip *= size / math.sqrt(_squares(made[name] for name in self.seen.gradients))
+            yield replace(self.start, steps=steps, epochs=None, clip=clip)
+
+    def without_head(self, client: Client) -> Fitted | None:
+        """Return the settings that explain all of the update but the head's, which may have a rate of its own."""
+        left = self.left(client, self.label, with_bias=False)
+        if not is_explained(left, client):
+            return None
+        made, held = self.made(client)[_BIAS].double(), self.seen.gradients[_BIAS][0].double()
+        if not float(cosine_similarity(held, made, dim=0)) > _LEAST_COSINE:
+            return None
+        return Fitted(client, self.label, left, float((held * made).sum() / made.square().sum()))
+
+    def others(self) -> Iterator[Client]:
+        """Yield clients with other settings, the likeliest first; some move the head's bias as far as the update."""
+        client = self.start
+        if (reach := self.reach(self.decayed(client))) is None:
+            return
+        steady, several = replace(client, momentum=0.0, nesterov=False), client.total_steps > 1
+        if client.autocast == "float32":
+            yield replace(client, autocast="bf16")
+        if several and not client.dampening:
+            common = [replace(steady, momentum=_MOMENTUM, nesterov=True)]
+            common += [replace(steady, momentum=μ) for μ in (*_MOMENTA, 0.0)]
+            yield from (each for each in common if each != client)
+        if several:
+            yield replace(client, schedule="constant" if client.schedule == "cosine" else "cosine")
+        families = [lambda reach: at_rate(client, client.lr * reach / client.reach)]
+        if several and not client.dampening:
+            families += [lambda reach: _with_momentum(steady, reach, nesterov=False)]
+            families += [lambda reach: _with_momentum(steady, reach, nesterov=True)]
+        for family in families:
+            if (found := self.matched(family, reach)) is not None:
+                yield found
+        for one in {client, client if client.dampening else replace(steady, momentum=_MOMENTUM)}:
+            found = self.matched(lambda reach, one=one: _with_steps(one, reach), reach)
+            T = client.total_steps if found is None else found.total_steps
+            yield from (
+                replace(one, steps=n, epochs=None)
+                for n in range(max(1, T - 1), min(T + 4, _MOST_STEPS + 1))
+                if n != client.total_steps
+            )
+
+    def matched(self, family: Callable[[float], Client | None], reach: float) -> Client | None:
+        """Return the client of a family that moves the head's bias as far as the update does; None if there is none.
+
+        What a client of more reach moves grows, but less than in proportion, as gradients change on the way: secants of
+        the logarithms find the reach, from the given one.
+        """
+        own, aim, points = family(reach), math.log(reach), list[tuple[float, float]]()
+        for _ in range(_ROUNDS):
+            ratio = None if own is None else self.reach(self.decayed(own))
+            if own is None or ratio is None:
+                return None
+            off = math.log(ratio / own.reach)  # how much further the update went
+            if abs(off) < _FLOOR:
+                break
+            points.append((math.log(own.reach), off))
+            (x, y), (x0, y0) = points[-1], points[-2] if len(points) > 1 else (points[-1][0] - 1, off + 1)
+            slope = min(-0.05, (y - y0) / (x - x0)) if x != x0 else -1.0
+            aim = x - max(-1.0, min(1.0, off / slope))
+            own, last = family(math.exp(aim)), own
+            if own == last:
+                break
+        return own
+
+    def reach(self, client: Client) -> float | None:
+        """Return `Client.reach` times ⟨Û, U⟩ / ⟨Û, Û⟩, with U what gradients moved of the head's bias, Û the client's.
+
+        Other parameters' gradients change more on the way. None where the two have little in common.
+        """
+        held, made = (
+            undecayed(self.seen.model, {_BIAS: u}, client)[_BIAS]
+            for u in (self.seen.gradients[_BIAS][0], self.made(client)[_BIAS])
         )
-    _warn(f"{source}: {right[0]} is fitted to the update, and taken in place of {found[0]}.")
-    return other
+        if not float(cosine_similarity(held, made, dim=0)) > _LEAST_COSINE:
+            return None
+        return client.reach * float((made * held).sum() / made.square().sum())
+
+    def rounded(self, found: Fitted) -> Fitted:
+        """Return the fitted settings with each number rounded as far as they explain the update as well."""
+        for name in ("lr", "momentum", "weight_decay", "label_smoothing", "clip"):
+            value = getattr(found.client, name)
+            if value == getattr(self.start, name):
+                continue
+            for digits in _DIGITS:
+                near = round(value, digits) if name == "momentum" else float(f"{value:.{digits}g}")
+                if abs(near - value) > _NEAR * value or not 0 <= near < math.inf:
+                    continue
+                own = at_rate(found.client, near) if name == "lr" else replace(found.client, **{name: near})
+                left = self.left(own, found.target)
+                if left <= 1.1 * found.residual + _EXACT / 10:
+                    found = Fitted(own, found.target, left)
+                    break
+        return found
 
 
-def _first(seen: Observation, clients: Iterable[Client], image: Tensor, label: int) -> Client | None:
-    """Return the first client whose round on the image gives the update; None if none does."""
-    explains = (each for each in clients if residual(replace(seen, client=each), image, label) < EXPLAINED_RESIDUAL)
-    return next(explains, None)
+def _squares(parts: Iterable[Tensor]) -> float:
+    return sum(float(part.double().square().sum()) for part in parts)
 
 
-def _check_sgd(seen: Observation, stated: Client, label: int, source: str) -> None:
-    """Refuse Adam and AdamW where SGD explains the update: at the stated rate, another one, or with momentum."""
-    client = seen.client
-    assert client is not None
-    if PatchUpdate().beyond(seen) is not None or client.drop_path:
-        return
+def _with_steps(client: Client, reach: float) -> Client:
+    """Return the client with the number of steps whose reach is nearest."""
+    clients = [replace(client, steps=T, epochs=None) for T in range(1, _MOST_STEPS + 1)]
+    return min(clients, key=lambda each: abs(each.reach - reach))
+
+
+def _with_momentum(client: Client, reach: float, *, nesterov: bool) -> Client | None:
+    """Return the client with the momentum of this reach, which grows with it; None if there is none."""
+    low, high = 1e-6, 0.999
+    own = [replace(client, momentum=μ, nesterov=nesterov) for μ in (low, high)]
+    if not own[0].reach <= reach <= own[1].reach:
+        return None
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if replace(own[0], momentum=middle).reach < reach else (low, middle)
+    return replace(own[0], momentum=high)
+
+
+def _stated(changed: Mapping[str, Any], stated: Client) -> str:
+    """Return what was fitted, and in place of what."""
+    parts = [
+        f"client.{name}={value:.4g}" if isinstance(value, float) else f"client.{name}={value}"
+        for name, value in changed.items()
+        if name != "label"
+    ]
+    before = {name: getattr(stated, name) for name in changed if name != "label"}
+    instead = [f"{name} not stated" if value is None else f"{name}={value}" for name, value in before.items()]
+    said = [f"{' and '.join(parts)} fitted to the update, in place of {', '.join(instead)}"] if parts else []
+    if "label" in changed:
+        said.append(f"the label is fitted to the update: {label_shares(changed['label'])}")
+    return "; ".join(said)
+
+
+def label_shares(label: Mapping[int, float]) -> str:
+    """Return a fitted label in words: "0.51 of class 44, 0.39 of class 94"."""
+    return ", ".join(f"{share:.2f} of class {c}" for c, share in label.items()) or "none of the classes"
+
+
+def fed_pixels(seen: Observation, lost: float) -> Float[Tensor, "1 c h w"]:
+    """Return the normalised pixels of one image in float64, by `patch-gradient`, beyond those of an image too.
+
+    `lost` is the share of the weights that decay took, which is added again.
+    """
+    moved = without_decay(seen.model, {name: seen.gradients[name][0] for name in PatchGradient.parameters}, lost)
+    mean, std = torch.full_like(seen.model.mean, 0.5).double(), torch.full_like(seen.model.std, 0.5 / _RANGE).double()
+    model = seen.model.normalised_by(mean, std)
+    found = PatchGradient()(replace(seen, model=model, gradients={name: u[None] for name, u in moved.items()}))
+    return model.normalise(found)
+
+
+def residual_of_pixels(seen: Observation, pixels: Float[Tensor, "1 c h w"], label: int) -> float:
+    """Return `residual` of what the model was fed, in place of an image that it normalises.
+
+    Args:
+        seen: the update of a client of one image.
+        pixels: normalised pixels.
+        label: the class index of the private image.
+    """
+    model = seen.model.normalised_by(torch.zeros_like(seen.model.mean), torch.ones_like(seen.model.std))
+    return residual(replace(seen, model=model), pixels.to(model.mean), label)
+
+
+def fit_normalisation(seen: Observation, label: int, source: str) -> str | None:
+    """Return the name of another normalisation than the stated one, where that explains what the model was fed.
+
+    Args:
+        seen: the update of a client of one image, which no setting explains.
+        label: the class that the update shows.
+        source: names of the files, for the warning.
+
+    Warns:
+        PrivlabWarning: if pixels that the stated normalisation makes of no image explain the update.
+    """
+    if _closed_form(seen) is None:
+        return None
     with full_precision(), collect_warnings([]):
-        image, lost = PatchUpdate(decay="fitted")(seen), _lost(seen)
-        tried = (client, *_others(seen, client, image, label, lost), replace(client, momentum=_MOMENTUM))
-        found = _first(seen, tried, image, label)
-    if found is not None:
-        settings = [f"client.{name}={getattr(found, name):.3g}" for name in ("lr", "momentum", "weight_decay")]
-        raise PrivlabError(
-            f"{source} does not match client.optimiser={stated.optimiser}: it is the update that SGD makes of one "
-            f"image, with {', '.join(settings)}. State client.optimiser=sgd."
-        )
-
-
-def _check_normalisation(seen: Observation, lost: float, label: int, source: str) -> None:
-    """Refuse the stated normalisation where the model was fed pixels that it makes of no image."""
-    pixels = fed_pixels(seen, lost)
-    if not residual_of_pixels(seen, pixels, label) < EXPLAINED_RESIDUAL:
-        return
+        pixels = fed_pixels(seen, _lost(seen))
+        explained = residual_of_pixels(seen, pixels, label) < EXPLAINED_RESIDUAL
+    if not explained or _is_image(pixels * seen.model.std + seen.model.mean):  # the stated normalisation fits
+        return None
     named = []
     for name, parts in NORMALISATIONS.items():
         mean, std = (pixels.new_tensor(of_channels(values, pixels.shape[1])).view(-1, 1, 1) for values in parts)
-        image = pixels * std + mean
-        if image.min() >= -_BEYOND and image.max() <= 1 + _BEYOND:
+        if _is_image(pixels * std + mean):
             named.append(name)
-    stated = "/".join(
-        ",".join(f"{value:.3g}" for value in of.flatten().tolist()) for of in (seen.model.mean, seen.model.std)
-    )
-    right = f"Give --normalisation {' or '.join(named)}" if named else "Give the client's by --normalisation MEAN/STD"
-    raise PrivlabError(
-        f"{source} does not match images that are normalised by {stated}: the model was fed pixels from "
+    right = f"--normalisation {named[0]} is taken" if named else "Give the client's by --normalisation MEAN/STD"
+    warn(
+        f"{source} does not match images under the stated normalisation: the model was fed pixels from "
         f"{float(pixels.min()):.3g} to {float(pixels.max()):.3g}, which explain it. {right}."
     )
+    return named[0] if named else None
 
 
-def _rounds_like(client: Client) -> Iterator[Client]:
-    """Yield clients with another momentum, then those with other steps, the nearest to the stated ones first."""
-    if not (client.nesterov or client.dampening):
-        yield from (replace(client, momentum=each) for each in (0.0, _MOMENTUM) if each != client.momentum)
-    for steps in sorted(range(1, _MOST_STEPS + 1), key=lambda steps: abs(steps - client.total_steps)):
-        if steps != client.total_steps:
-            yield replace(client, steps=steps, epochs=None)
+def _is_image(pixels: Tensor) -> bool:
+    return bool(pixels.min() >= -_BEYOND and pixels.max() <= 1 + _BEYOND)
 
 
 def share_of_weights(seen: Observation, update: Mapping[str, Tensor] | None = None) -> float:
-    """Return the norm of an update, or of the first one that is observed, in norms of the weights before it.
-
-    Args:
-        seen: the update of a client.
-        update: another one of the same parameters, or more.
-    """
+    """Return the norm of an update, or of the first one that is observed, in norms of the weights before it."""
     moved = {name: u[0] for name, u in seen.gradients.items()} if update is None else update
-    size, whole = (
-        sum(float(part.double().square().sum()) for part in parts)
-        for parts in ([moved[name] for name in seen.gradients], [_weights(seen, name) for name in seen.gradients])
-    )
+    size = _squares(moved[name] for name in seen.gradients)
+    whole = _squares(weights_before(seen, name) for name in seen.gradients)
     return math.sqrt(size / whole) if whole else math.inf
 
 
-def _weights(seen: Observation, name: str) -> Tensor:
+def weights_before(seen: Observation, name: str) -> Tensor:
     """Return the weights before of a parameter, or E_unk."""
     unknown = seen.model.unk_embed
     return (unknown if name == "unk_embed" and unknown is not None else seen.model.vit.get_parameter(name)).detach()
 
 
-def _unexplained(source: str, share: float, of_round: float) -> str:
-    """Return what is said of an update that nothing explains, by its norm and a round's, in norms of the weights."""
+def why_unexplained(seen: Observation, label: int, source: str) -> str | None:
+    """Return that no image explains an update, and whether it looks like the weights of two models.
+
+    It is None for a client of Adam or AdamW, for dropout, and where the closed form does not apply.
+
+    Args:
+        seen: the update of a client of one image.
+        label: the class that the update shows.
+        source: names of the files.
+    """
+    client, image = seen.client, _closed_form(seen)
+    if client is None or image is None:
+        return None
+    with full_precision(), collect_warnings([]):
+        of_round = share_of_weights(seen, update_on(seen.model, client, image, label))
+    share = share_of_weights(seen)
     if share >= TWO_MODELS and share * TWO_MODELS >= of_round:
         return (
-            f"{source} look like weights of two models, not of one before and after a round: their difference is "
-            f"{share:.0%} of the weights, where a round with these settings moves {of_round:.1%}, and no image "
+            f"{source} look like weights of two models, or like noise, not like weights before and after a round: the "
+            f"difference is {share:.0%} of the weights, a round with these settings moves {of_round:.1%}, and no image "
             "explains it. Give the weights that this client began with: low scores say nothing here."
         )
     return (
-        f"{source}: no image explains it with these settings, whatever the learning rate and the decay. Another "
-        "optimiser, other steps, momentum, number of images, normalisation or loss than stated, weights of two models, "
-        "noise, rounding, or a defense: low scores say nothing here."
+        f"{source}: no image explains it, with these settings or others that were tried. Another optimiser, number of "
+        "images or loss than stated, weights of two models, noise, rounding, or a defense: low scores say nothing here."
     )
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=3)
-
-
-def _others(seen: Observation, client: Client, image: Tensor, label: int, lost: float) -> list[Client]:
-    """Return clients with another learning rate, another decay, or both, the likeliest first."""
-    found: list[Client] = []
-    both = client
-    for _ in range(2):  # each of the two is found by the other
-        if (rate := _rate(seen, both, image, label, lost)) is None:
-            return found
-        both = at_rate(both, rate)
-        found.append(replace(both, weight_decay=client.weight_decay))
-        both = replace(both, weight_decay=decay_that_takes(both, lost))
-    return [found[0], replace(client, weight_decay=decay_that_takes(client, lost)), both]
-
-
 def at_rate(client: Client, rate: float) -> Client:
-    """Return the client with another learning rate, and the same schedule from there.
-
-    Args:
-        client: the public settings.
-        rate: the learning rate of its first step, > 0.
-    """
+    """Return the client with another learning rate, and the same schedule from there."""
     return replace(client, lr=rate, lr_min=min(rate, client.lr_min * rate / client.lr))
 
 
 def decay_that_takes(client: Client, lost: float) -> float:
-    """Return the weight decay at which the client loses this share of its weights; 0 where they grew.
-
-    Args:
-        client: the public settings, but for the decay.
-        lost: 1 − c.
-    """
+    """Return the weight decay at which the client loses this share of its weights; 0 where they grew."""
     found = 1e-6
     for _ in range(_ROUNDS):  # 1 − c is nearly linear in λ
         found *= max(lost, 0.0) / (1 - replace(client, weight_decay=found).kept_share) if found else 0.0
     return found
-
-
-def _rate(seen: Observation, client: Client, image: Tensor, label: int, lost: float) -> float | None:
-    """Return the learning rate at which the client moves the weights as far as the update does; None if there is none.
-
-    The rate is multiplied by ⟨Û, U⟩ / ⟨Û, Û⟩, with U what the gradients moved and Û what they move at that rate, until
-    that is 1. It is 1 at once where all gradients are those of the first step.
-    """
-    held = without_decay(seen.model, {name: u[0] for name, u in seen.gradients.items()}, lost)
-    rate = client.lr
-    for _ in range(_ROUNDS):
-        own = at_rate(client, rate)
-        made = undecayed(seen.model, update_on(seen.model, own, image, label), own)
-        both = sum(float((made[name] * held[name]).sum()) for name in held)
-        size = sum(float(made[name].square().sum()) for name in held)
-        if not size > 0 or not 0 < both / size < float("inf"):
-            return None
-        rate *= both / size
-    return rate
 
 
 def _lost(seen: Observation) -> float:

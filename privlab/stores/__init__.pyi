@@ -2,6 +2,7 @@ from .maintenance import Checked as Checked
 from .maintenance import Conflict as Conflict
 from .maintenance import case_labels as case_labels
 from .maintenance import check as check
+from .maintenance import differs as differs
 from .maintenance import existing as existing
 from .maintenance import merge as merge
 from .store import KEY as KEY

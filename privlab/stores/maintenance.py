@@ -14,8 +14,6 @@ from privlab.evaluation import EXACT_DB
 from privlab.metrics import DECIBELS, METRICS
 from privlab.stores.store import KEY, RunDirectory, Store, part_frame
 
-__all__ = ["Checked", "Conflict", "case_labels", "check", "existing", "merge"]
-
 _SCORE_TOLERANCE = 1e-4
 """Relative difference above which two scores of a record contradict each other; smaller ones are float32's rounding."""
 
@@ -130,6 +128,13 @@ def existing(path: Path) -> Store:
     return Store(path)
 
 
+def differs(one: float | np.ndarray, other: float | np.ndarray) -> np.ndarray | np.bool_:
+    """Return whether scores contradict others: they differ by more than float32 rounds; NaN contradicts nothing."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(np.subtract(one, other)) > _SCORE_TOLERANCE * np.maximum(np.abs(one), 1e-3)
+    return apart & np.not_equal(one, other)
+
+
 def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     """Yield the scores of one record that differ between its rows."""
     again = rows[rows.duplicated(KEY, keep=False) & rows.cell.notna() & (rows.status == "ok")].copy()
@@ -140,9 +145,7 @@ def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     again[exact] = again[exact].clip(upper=EXACT_DB)
     groups = again.groupby(KEY, sort=False, dropna=False)[metrics]
     least, most = groups.min(), groups.max()
-    with np.errstate(invalid="ignore"):
-        apart = (most - least) > _SCORE_TOLERANCE * most.abs().clip(lower=1e-3)
-    for place, column in np.argwhere(apart.to_numpy()):
+    for place, column in np.argwhere(differs(most.to_numpy(), least.to_numpy())):
         cell, image, *_ = least.index[place]
         ours, theirs = float(least.iat[place, column]), float(most.iat[place, column])
         yield Conflict(str(cell), str(image), metrics[column], ours, theirs)

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from privlab.base import UNFINISHED, PrivlabError, PrivlabWarning, delete_unfinished, unwritable, write_whole
+from privlab.base import UNFINISHED, PrivlabError, delete_unfinished, unwritable, warn, write_whole
 from privlab.evaluation import COLUMNS, SCHEMA
 
 if TYPE_CHECKING:
     import pandas as pd  # it costs a third of a second, which a run need not wait for before its first image
-
-__all__ = ["KEY", "RunDirectory", "Store", "merge_records", "part_frame"]
 
 KEY = ["cell", "image_id", "geometry", "batch"]
 """The columns that identify a record; `image_id` is the image's hash, or its name where it could not be read."""
@@ -112,20 +109,15 @@ class Store:
             self._leave_out(part, reason)
 
     def _leave_out(self, file: Path, reason: str) -> None:
-        where = self._put_aside(file)
-        warnings.warn(f"{file.name} is no part of a store ({reason}): {where}.", PrivlabWarning, stacklevel=4)
-
-    def _put_aside(self, file: Path) -> str:
-        if not (self.path / "run.json").exists():
-            return "left out"  # the directory may not be a run at all
-        aside = self.path / _SET_ASIDE
-        try:
-            aside.mkdir(exist_ok=True)
-            there = (aside / file.name).exists()
-            file.rename(aside / (f"{file.stem}-{uuid.uuid4().hex[:8]}{file.suffix}" if there else file.name))
-        except OSError:  # a read-only store
-            return "left out"
-        return f"moved to {aside}"
+        """Move a file aside, if the directory is a run that can be written, and say so."""
+        where, aside = "left out", self.path / _SET_ASIDE
+        if (self.path / "run.json").exists():  # else the directory may not be a run at all
+            with suppress(OSError):  # a read-only store
+                aside.mkdir(exist_ok=True)
+                there = (aside / file.name).exists()
+                file.rename(aside / (f"{file.stem}-{uuid.uuid4().hex[:8]}{file.suffix}" if there else file.name))
+                where = f"moved to {aside}"
+        warn(f"{file.name} is no part of a store ({reason}): {where}.", 4)
 
 
 def _check_text(path: Path) -> None:
@@ -198,17 +190,19 @@ def _migrate(table: pa.Table, path: Path) -> pa.Table:
     if newer := sorted(v for v in versions if v > SCHEMA):
         raise PrivlabError(f"'{path}' holds records of schema {newer[0]}, and this privlab knows {SCHEMA}: update it.")
     if older := sorted(v for v in versions if v < _KEYED_SCHEMA):
-        warnings.warn(
+        warn(
             f"'{path}' holds records of schema {older[0]}: they are shown as they are, and no plan takes them as done.",
-            PrivlabWarning,
-            stacklevel=3,
+            3,
         )
     return table
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A directory that a run writes: `run.json`, `manifest.csv`, `records/*.parquet`, `strips/*.png`, `pictures/…`."""
+    """A directory that a run writes: `run.json`, `manifest.csv`, `records/*.parquet`, `strips/*.png`, `pictures/…`.
+
+    What writes into it raises PrivlabError if the disk is full or the directory cannot be written.
+    """
 
     path: Path
 
@@ -225,26 +219,40 @@ class RunDirectory:
             PrivlabError: if it holds another run or foreign files, or cannot be written.
         """
         run = cls(path)
-        _check_text(path)
+        run.check(overwrite=overwrite, resume=resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            there = (entry for entry in path.iterdir() if not entry.name.startswith(UNFINISHED))
-            held = sorted(entry.name for entry in there if not entry.is_dir() or any(entry.iterdir()))
             if run.is_run():
                 if overwrite:
                     run._clear()
-                elif not resume:
-                    raise PrivlabError(f"'{path}' holds another run. Use --overwrite, or another --out.")
                 for folder in (path, run.store.records, run.strips, path / "kept", *path.glob("pictures/*/")):
                     delete_unfinished(folder)
-            elif held and not (resume and run.store.parts()):
-                raise PrivlabError(f"'{path}' holds files of something else ({held[0]}). Give a new or empty --out.")
             run.store.records.mkdir(exist_ok=True)
             if not resume:
                 run.strips.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(path, error) from error
         return run
+
+    def check(self, *, overwrite: bool = False, resume: bool = False) -> None:
+        """Check that `create` can take the directory, before work begins that would be lost; nothing is written.
+
+        Raises:
+            PrivlabError: if it holds another run or foreign files, or cannot be read.
+        """
+        _check_text(self.path)
+        try:
+            if not self.path.exists():
+                return
+            there = (entry for entry in self.path.iterdir() if not entry.name.startswith(UNFINISHED))
+            held = sorted(entry.name for entry in there if not entry.is_dir() or any(entry.iterdir()))
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        if self.is_run():
+            if not overwrite and not resume:
+                raise PrivlabError(f"'{self.path}' holds another run. Use --overwrite, or another --out.")
+        elif held and not (resume and self.store.parts()):
+            raise PrivlabError(f"'{self.path}' holds files of something else ({held[0]}). Give a new or empty --out.")
 
     @property
     def store(self) -> Store:
@@ -258,26 +266,16 @@ class RunDirectory:
 
     @property
     def manifests(self) -> list[Path]:
-        """Return the manifests of the run's images: manifest.csv, and manifest-1.csv and so on."""
-        found = sorted(self.path.glob("manifest*.csv"))
-        return [
-            file for file in found if re.fullmatch(r"manifest(-[1-9]\d*)?\.csv", file.name)
-        ]  # others are the user's
+        """Return the manifests of the run: manifest.csv, manifest-1.csv and so on. Others are the user's."""
+        files = sorted(self.path.glob("manifest*.csv"))
+        return [file for file in files if re.fullmatch(r"manifest(-[1-9]\d*)?\.csv", file.name)]
 
     def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add records as one Parquet part, whole or not at all.
-
-        Raises:
-            PrivlabError: if the disk is full or the directory cannot be written.
-        """
+        """Add records as one Parquet part, whole or not at all."""
         self.store.add(pa.Table.from_pylist(list(records), schema=COLUMNS))
 
     def write_run(self, facts: Mapping[str, Any]) -> None:
-        """Write `run.json`, whole or not at all.
-
-        Raises:
-            PrivlabError: if the disk is full or the directory cannot be written.
-        """
+        """Write `run.json`, whole or not at all."""
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
         write_whole(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
 
@@ -285,9 +283,7 @@ class RunDirectory:
     def noted(self, facts: Mapping[str, Any], messages: Sequence[str]) -> Iterator[None]:
         """Write `run.json` when a run starts or goes on, and again when it is finished, interrupted or failed.
 
-        Args:
-            facts: what it states besides its status, its warnings and the time that it took, earlier sessions included.
-            messages: the warnings so far; the context may add to them, and to the facts.
+        The context may add to the facts and to the warnings. Status and time, of earlier sessions too, are added here.
 
         Raises:
             PrivlabError: if the directory cannot be written when the run starts or is finished.
@@ -310,11 +306,7 @@ class RunDirectory:
         note("finished")
 
     def write_manifests(self, manifests: Mapping[str, str]) -> None:
-        """Write manifests by the names of their files, each whole or not at all; manifests of earlier runs are deleted.
-
-        Raises:
-            PrivlabError: if the disk is full or the directory cannot be written.
-        """
+        """Write manifests by the names of their files, each whole or not at all; those of earlier runs are deleted."""
         for name, text in manifests.items():
             write_whole(self.path / name, lambda temporary, text=text: temporary.write_text(text, "utf-8", newline=""))
         for file in self.manifests:
@@ -345,15 +337,15 @@ class RunDirectory:
 
     def is_run(self) -> bool:
         """Return whether a run was written here."""
-        try:
-            held = json.loads((self.path / "run.json").read_bytes())
-            return "specification" in held or "experiment" in held
-        except (FileNotFoundError, NotADirectoryError, TypeError, ValueError):  # none, or one of another program
-            return False
+        return bool(self.begun())
 
     def begun(self) -> dict[str, Any]:
         """Return what `run.json` states of the part of a run that is here; empty where none is."""
-        return self.read_run() if self.is_run() else {}
+        try:
+            held = json.loads((self.path / "run.json").read_bytes())
+            return held if "specification" in held or "experiment" in held else {}
+        except (FileNotFoundError, NotADirectoryError, TypeError, ValueError):  # none, or one of another program
+            return {}
 
     def _clear(self) -> None:
         for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):

@@ -20,8 +20,6 @@ from torchvision.utils import make_grid
 from privlab.evaluation import Panel, Strip
 from privlab.images import png_bytes, to_pil
 
-__all__ = ["Place", "places_of", "pngs", "sheet_png", "strip_name", "strip_png"]
-
 _SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
 _ROW, _BORDER = 8, 4
 """Of a contact sheet: the images in a row, and the pixels between them."""

@@ -10,8 +10,6 @@ from privlab.base import PrivlabError
 from privlab.threat.capabilities import FORCEABLE, Capability
 from privlab.threat.observations import FeatureObservation, Observation, Reconstruction
 
-__all__ = ["Attack", "AttackClass", "FeatureAttack", "check_capabilities"]
-
 
 @runtime_checkable
 class Attack(Protocol):

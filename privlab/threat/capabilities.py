@@ -1,11 +1,9 @@
 """Capabilities: declared data that say what the adversary knows and sees."""
 
-from enum import Enum
-
-__all__ = ["FORCEABLE", "Capability"]
+from enum import StrEnum
 
 
-class Capability(str, Enum):
+class Capability(StrEnum):
     """A capability of the adversary: observations grant capabilities, attacks require them."""
 
     KNOWS_WEIGHTS = "knows_weights"

@@ -1,90 +1,331 @@
-"""The client's private knowledge: what it feeds or trains on, its secret draws, and the origin of what it sends."""
+"""The client of a federated round: its public settings as data. Importing this costs no import of torch."""
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import ClassVar
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Generator, Tensor
+from privlab.base import PrivlabError, check_name, check_range
 
-from privlab.patches import inverse, permute_features, restore_features
+OPTIMISERS = ("sgd", "adam", "adamw")
+"""The optimisers of a client, by `Client.optimiser`: torch's SGD, Adam and AdamW."""
 
-__all__ = ["ClientData", "Draws", "Feed", "Sent"]
+_SCHEDULES = ("constant", "cosine", "step")
+_TRAINS = {
+    "all": r".*",
+    "no-embedding": r"(?!patch_embed\.|pos_embed|unk_embed|cls_token|dist_token|reg_token).*",
+    "attention": r".*\.attn\..*",
+    "norms": r"(.*\.)?[a-z_]*norm[a-z0-9_]*\.[a-z]+",
+    "head": r"head\..*",
+    "lora": r"(.*\.lora_|head\.).*",
+    "adapters": r"(.*\.mlp\.adapter\.|head\.).*",
+    "prompts": r"reg_token|head\..*",
+}
+"""The names of sets of trained parameters, and expressions for the timm names in them."""
+
+_PATTERN = re.compile(r"[\w.*?\[\]!-]*[._*?][\w.*?\[\]!-]*")
+"""What is read as a pattern of timm's names: the names of sets hold no dot, underscore or wildcard."""
+_LOSSES = ("cross-entropy", "binary", "contrastive", "dino", "regression")
+_NUMBERS = ("float32", "bf16", "fp16")
+
+_SMALL = 1e-8
+"""A decay that changes no gradient: half of the digits of float64."""
 
 
-@dataclass(frozen=True, eq=False)
-class Feed:
-    """What a defending client feeds its model; known to the client and to the scorer, not to the adversary.
+@dataclass(frozen=True)
+class Client:
+    """What is public of a client's local training in one round: a server that starts the round knows or sets it.
 
-    `images` are x̃ in [0, 1]; slot i holds patch `order[i]` of the private image. `moved` marks the slots that the
-    defense shuffles, `masked_pe` those whose position embedding is replaced by E_unk, or by zero if `replacement` says
-    so.
+    A round makes T optimiser steps (`total_steps`) from the server's weights θ_0 and a fresh state of the optimiser.
+    Step s follows the gradient g_s of the mean loss of its batches. The images, their labels or what else the loss
+    compares them with, their order and the draws of dropout are private: `ClientData` holds them. Adam and AdamW decay
+    and move as torch.optim does; `sgd` is torch.optim.SGD.
+
+    With K = `clients` > 1 the server sees what secure aggregation shows it: the mean of what K such clients send, each
+    trained by itself from θ_0 on as many images of its own, and nothing else. Clients of equally many images have equal
+    weights in federated averaging.
+
+    Args:
+        optimiser: "sgd", "adam" (decay coupled with the gradient) or "adamw" (decay decoupled from it).
+        lr: η, the learning rate of the first step, in weights per unit of gradient; > 0.
+        momentum: μ of SGD, in [0, 1).
+        dampening: τ of SGD, in [0, 1]: the buffer takes 1 − τ of each gradient but the first.
+        nesterov: whether SGD's momentum is Nesterov's; needs μ > 0 and τ = 0.
+        beta1: β₁ of Adam and AdamW, the share of the first moment that is kept, in [0, 1).
+        beta2: β₂ of Adam and AdamW, the share of the second moment that is kept, in [0, 1).
+        eps: ε of Adam and AdamW, in units of the gradient; > 0.
+        weight_decay: λ, per step and unit of η; ≥ 0.
+        schedule: how η changes from step to step: "constant", "cosine" to `lr_min` over the T steps, or "step".
+        lr_min: the rate at the end of the cosine, in the units of `lr`; in [0, lr].
+        lr_every: optimiser steps after which schedule "step" multiplies the rate; ≥ 1.
+        lr_factor: the factor of schedule "step", in (0, 1].
+        steps: optimiser steps T of the round, ≥ 1; None where `epochs` says how many.
+        epochs: passes over the images, ≥ 1; None where `steps` says how long. One pass where both are None.
+        images: images of each client, ≥ 1.
+        clients: K ≥ 1, the clients whose mean is released; 1 for a client whose update the server sees by itself.
+        batch_size: images of a batch, ≥ 1; the last batch of a pass may be smaller.
+        shuffle: whether each pass is in an order of its own, drawn in private; else in the order of the images.
+        accumulation: batches of one pass whose mean gradient makes one optimiser step, ≥ 1; the last step of a pass may
+            have fewer.
+        clip: the largest norm of the gradient of all trained parameters before a step, > 0; None does not clip.
+        loss: what a step lowers: "cross-entropy" of a class label, "binary" (a sigmoid for each class), "contrastive"
+            (SigLIP's, with embeddings of texts), "dino" (of the server's model on mirrored images) or "regression"
+            (squared error). The last three need no classifier.
+        label_smoothing: share of the label that is spread evenly over all classes, in [0, 1); of cross-entropy alone.
+        dropout: rate after the position embeddings and each dense layer of a block, in [0, 1).
+        drop_path: rate in the last block, from 0 in the first one linearly, in [0, 1).
+        autocast: number format of matrix products, by torch.autocast: "float32" (none), "bf16" or "fp16". The weights
+            stay as the model stores them; losses are not scaled.
+        trains: trained parameters: "all", "no-embedding" (without patch, position, class and register embeddings),
+            "attention", "norms", "head", or the head and what the server adds and draws from a public seed: "lora" (by
+            peft, adapters of each block's qkv, whose B begins at 0), "adapters" (a bottleneck behind each MLP) or
+            "prompts" (tokens behind the class token). Or patterns of timm's names with commas, of which a trained one
+            matches at least one, such as "head.*,blocks.1?.*,*.bias"; * and ? stand for any text and any character.
+        rank: r of "lora", whose scale α / r is 1, or the width of the bottleneck of "adapters"; in [1, 64].
+        prompts: tokens of "prompts", in [1, 200].
+        sends: "difference" (θ_T − θ_0) or "weights" (θ_T).
+        sent_as: number format of what is sent: "float32", "bf16", "fp16", or "int8": each parameter x, a difference or
+            weights, as s · round(x / s) with s = max |x| / 127.
+
+    Raises:
+        PrivlabError: if a value is out of its range, or two values contradict each other.
     """
 
-    images: Float[Tensor, "b c h w"]
-    order: Int[Tensor, "b n"]
-    moved: Bool[Tensor, "b n"]
-    masked_pe: Bool[Tensor, "b n"] | None = None
-    replacement: Literal["unknown", "zero"] = "unknown"
+    name: ClassVar[str] = "client"
 
-    @classmethod
-    def undefended(cls, images: Float[Tensor, "b c h w"], patch: int) -> "Feed":
-        """Return the feed of clients without a defense: every patch of the images in its own slot."""
-        b, _, h, w = images.shape
-        order = torch.arange((h // patch) * (w // patch), device=images.device).expand(b, -1)
-        return cls(images=images, order=order, moved=torch.zeros_like(order, dtype=torch.bool))
+    optimiser: str = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    lr_min: float = 0.0
+    lr_every: int = 1
+    lr_factor: float = 0.1
+    steps: int | None = None
+    epochs: int | None = None
+    images: int = 1
+    clients: int = 1
+    batch_size: int = 1
+    shuffle: bool = True
+    accumulation: int = 1
+    clip: float | None = None
+    loss: str = "cross-entropy"
+    label_smoothing: float = 0.0
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    autocast: str = "float32"
+    trains: str = "all"
+    rank: int = 16
+    prompts: int = 10
+    sends: str = "difference"
+    sent_as: str = "float32"
 
-    def take(self, rows: slice | Sequence[int]) -> "Feed":
-        """Return the feed of some of the clients, by their rows in the batch."""
-        masked = None if self.masked_pe is None else self.masked_pe[rows]
-        return replace(self, images=self.images[rows], order=self.order[rows], moved=self.moved[rows], masked_pe=masked)
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if a setting is out of its range."""
+        check_name("optimiser", self.optimiser, OPTIMISERS)
+        check_name("loss", self.loss, _LOSSES)
+        check_name("schedule", self.schedule, _SCHEDULES)
+        if not all(_PATTERN.fullmatch(pattern) for pattern in self.trains.split(",")):
+            check_name("set of trained parameters", self.trains, _TRAINS)
+        check_name("number format of autocast", self.autocast, _NUMBERS)
+        check_name("number format of what is sent", self.sent_as, (*_NUMBERS, "int8"))
+        check_name("kind of update", self.sends, ("difference", "weights"))
+        for name in ("lr", "eps"):
+            value = getattr(self, name)
+            check_range(0 < value < math.inf, f"client.{name}", "a finite number > 0", f"{value:g}")
+        check_range(0 <= self.weight_decay < math.inf, "client.weight_decay", "≥ 0", f"{self.weight_decay:g}")
+        check_range(0 <= self.lr_min <= self.lr, "client.lr_min", f"in [0, lr = {self.lr:g}]", f"{self.lr_min:g}")
+        check_range(0 < self.lr_factor <= 1, "client.lr_factor", "in (0, 1]", f"{self.lr_factor:g}")
+        for name in ("momentum", "beta1", "beta2", "label_smoothing", "dropout", "drop_path"):
+            value = getattr(self, name)
+            check_range(0 <= value < 1, f"client.{name}", "in [0, 1)", f"{value:g}")
+        check_range(0 <= self.dampening <= 1, "client.dampening", "in [0, 1]", f"{self.dampening:g}")
+        for name in ("lr_every", "images", "clients", "batch_size", "accumulation", "steps", "epochs"):
+            count = getattr(self, name)
+            check_range(count is None or count >= 1, f"client.{name}", "at least 1", count)
+        check_range(1 <= self.rank <= 64, "client.rank", "in [1, 64]", self.rank)
+        check_range(1 <= self.prompts <= 200, "client.prompts", "in [1, 200]", self.prompts)
+        check_range(self.clip is None or 0 < self.clip < math.inf, "client.clip", "a finite number > 0", self.clip)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise PrivlabError(
+                f"client.steps and client.epochs both say how long a round is. Found {self.steps} and {self.epochs}: "
+                "give one of them."
+            )
+        if self.nesterov and not (self.momentum > 0 and self.dampening == 0):
+            raise PrivlabError(
+                "client.nesterov needs client.momentum > 0 and client.dampening = 0. "
+                f"Found {self.momentum:g} and {self.dampening:g}."
+            )
+        of_sgd = {"momentum": self.momentum, "dampening": self.dampening, "nesterov": self.nesterov}
+        if self.optimiser != "sgd" and (used := [f"client.{key}={value}" for key, value in of_sgd.items() if value]):
+            raise PrivlabError(f"{', '.join(used)} is of sgd alone. Found client.optimiser={self.optimiser}.")
+
+        if self.rank != type(self).rank and self.trains not in ("lora", "adapters"):
+            raise PrivlabError(f"client.rank={self.rank} is of lora and adapters. Found client.trains={self.trains}.")
+        if self.prompts != type(self).prompts and self.trains != "prompts":
+            raise PrivlabError(f"client.prompts={self.prompts} is of prompts alone. Found client.trains={self.trains}.")
+        if self.label_smoothing and self.loss != "cross-entropy":
+            raise PrivlabError(
+                f"client.label_smoothing={self.label_smoothing:g} is of cross-entropy alone. "
+                f"Found client.loss={self.loss}."
+            )
+
+    def chooses(self, name: str) -> bool:
+        """Return whether a parameter of this name of timm's is in the set that is trained, where a model has it.
+
+        Args:
+            name: such as "blocks.0.attn.qkv.weight", with adapters as privlab names them.
+        """
+        if self.trains in _TRAINS:
+            return re.fullmatch(_TRAINS[self.trains], name) is not None
+        return any(fnmatchcase(name, pattern) for pattern in self.trains.split(","))
+
+    @property
+    def has_labels(self) -> bool:
+        """Return whether the loss reads class labels, so that one can be told from the update of the head."""
+        return self.loss in ("cross-entropy", "binary")
+
+    @property
+    def released_images(self) -> int:
+        """Return the images of one release: those of all K clients."""
+        return self.clients * self.images
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the optimiser steps of one pass over the images."""
+        return math.ceil(math.ceil(self.images / self.batch_size) / self.accumulation)
+
+    @property
+    def total_steps(self) -> int:
+        """Return T, the optimiser steps of the round."""
+        return self.steps if self.steps is not None else (self.epochs or 1) * self.steps_per_epoch
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Return η_0, …, η_{T−1}: η, or η_min + (η − η_min)(1 + cos πs/T)/2, or η · factor^⌊s / every⌋.
+
+        Source: SGDR (Loshchilov and Hutter, ICLR 2017), Equation 5, without restarts; torch.optim.lr_scheduler.
+        """
+        T = self.total_steps
+        if self.schedule == "cosine":
+            half = (self.lr - self.lr_min) / 2
+            return tuple(self.lr_min + half * (1 + math.cos(math.pi * s / T)) for s in range(T))
+        if self.schedule == "step":
+            return tuple(self.lr * self.lr_factor ** (s // self.lr_every) for s in range(T))
+        return (self.lr,) * T
+
+    @property
+    def gradient_factor(self) -> float | None:
+        """Return a > 0 if the round is one step along the gradient g of the mean loss of all images; None otherwise.
+
+        The mean of K clients of such a round is that of one client with the images of all.
+
+        Then −(θ_1 − c θ_0) = a g with a = η, or η (1 + μ) with Nesterov's momentum, and whatever reads gradients reads
+        the update. That needs one step of SGD on all images, in batches of one size, of a loss without smoothing, and
+        no clipping and no dropout.
+        """
+        whole = self.steps_per_epoch == 1 and (self.images <= self.batch_size or self.images % self.batch_size == 0)
+        private = self.label_smoothing or self.dropout or self.drop_path or self.clip is not None
+        if self.optimiser != "sgd" or self.total_steps > 1 or not whole or private:
+            return None
+        return self.rates[0] * (1 + self.momentum * self.nesterov)
+
+    def check_filters(self, names: Sequence[str]) -> None:
+        """Check that no filter acts on a mean of several clients, or on an update that is rounded to integers already.
+
+        Each filter would act before the mean is taken, and before the update is rounded.
+
+        Args:
+            names: the defenses of the release.
+
+        Raises:
+            PrivlabError: if there is one, and K > 1 or the update is sent as int8.
+        """
+        if names and self.sent_as == "int8":
+            raise PrivlabError(
+                f"Defense '{names[0]}' acts before an update is sent in client.sent_as=int8, which is not simulated: "
+                "take float32, and gradient-quantisation as the last defense, which rounds alike."
+            )
+        if names and self.clients > 1:
+            raise PrivlabError(
+                f"Defense '{names[0]}' acts on the update of each client, and its mean over client.clients="
+                f"{self.clients} is not simulated: take client.clients=1, or a defense of images."
+            )
+
+    @property
+    def reach(self) -> float:
+        """Return Σ_s a_s of θ_T − c θ_0 = −Σ_s a_s g_s for SGD: how far a constant gradient of 1 moves a weight.
+
+        A weight of about 1 under a decay λ that is nearly 0 has a constant gradient λ, and keeps c = 1 − λ Σ_s a_s.
+        """
+        return (1 - replace(self, weight_decay=_SMALL).kept_share) / _SMALL
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether θ_T is linear in θ_0 and the gradients, so that `kept_share` exists."""
+        return self.optimiser != "adam" or self.weight_decay == 0
+
+    @property
+    def kept_share(self) -> float:
+        """Return c of θ_T = c θ_0 + Σ_s a_s u_s: the share of the starting weights that T steps of decay keep.
+
+        For SGD u_s = g_s, and c is θ_T of θ ← θ − η_s d_s, b ← μ b + (1 − τ) λ θ (the first b is λ θ), from θ = 1, with
+        d = λ θ without momentum, b with it, and λ θ + μ b with Nesterov's. For AdamW u_s is the step without decay, and
+        c = Π_s (1 − η_s λ). Clipping changes g_s alone, since torch decays after it.
+
+        Raises:
+            PrivlabError: for Adam with weight decay, which divides the decay by the gradient's magnitude.
+
+        Source: torch.optim.SGD; AdamW (Loshchilov and Hutter, ICLR 2019), Algorithm 2.
+        """
+        if not self.is_linear:
+            raise PrivlabError(
+                f"Adam with client.weight_decay={self.weight_decay:g} scales the decay by the gradient, so it has no "
+                "factor of its own: take adamw, or weight_decay=0."
+            )
+        if self.optimiser != "sgd":
+            return math.prod(1 - rate * self.weight_decay for rate in self.rates) if self.weight_decay else 1.0
+        kept, buffer = 1.0, None
+        for rate in self.rates:
+            step = self.weight_decay * kept
+            if self.momentum:
+                buffer = step if buffer is None else self.momentum * buffer + (1 - self.dampening) * step
+                step = step + self.momentum * buffer if self.nesterov else buffer
+            kept -= rate * step
+        return kept
 
 
-@dataclass(frozen=True, eq=False)
-class ClientData:
-    """What is private of a client's round: its images and labels, and the generator of its order and its dropout.
+CLIENT_PRESETS: Mapping[str, Client] = MappingProxyType(
+    {
+        "flower-default": Client(lr=0.1, momentum=0.9, epochs=1, batch_size=32, images=32, sends="weights"),
+        "nvflare-default": Client(lr=0.01, momentum=0.9, epochs=1, batch_size=32, images=32, sends="weights"),
+        "flowertune-vit": Client(
+            optimiser="adam", lr=0.01, epochs=1, batch_size=32, images=32, trains="head", sends="weights"
+        ),
+        "mediswarm": Client(optimiser="adamw", lr=1e-6, weight_decay=0.01, epochs=5, batch_size=1),
+    }
+)
+"""Clients with the settings of public examples; the count of images is the user's own, here one batch.
 
-    `images` are as the client feeds them, in [0, 1]; no observation and no attack holds any of this.
-    """
-
-    images: Float[Tensor, "m c h w"]
-    labels: Int[Tensor, " m"]
-    draw: Generator
-
-
-@dataclass(frozen=True, eq=False)
-class Draws:
-    """The client's secret generators: one for each image, one for the batch, one for the model's lifetime."""
-
-    images: Sequence[Generator]
-    batch: Generator
-    model: Generator
-
-
-@dataclass(frozen=True, eq=False)
-class Sent:
-    """What a client of split learning sends, with its secret origin; the server sees `features` alone.
-
-    Row (i, j) is row `source[i, j]` of the batch's b·t embedded tokens, counted image by image. Its entry k is entry
-    `columns[k]` of that token; None leaves columns in place. The first `prefix` tokens of an image are its class and
-    register tokens. `key_bits` is the size of the drawn orders, in bits.
-    """
-
-    features: Float[Tensor, "b t d"]
-    source: Int[Tensor, "b t"]
-    prefix: int
-    columns: Int[Tensor, " d"] | None = None
-    key_bits: float = 0.0
-
-    @classmethod
-    def plain(cls, tokens: Float[Tensor, "b t d"], prefix: int) -> "Sent":
-        """Return tokens as an undefended client sends them."""
-        b, t, _ = tokens.shape
-        return cls(tokens, torch.arange(b * t, device=tokens.device).view(b, t), prefix)
-
-    def restore(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return the server's outputs with rows and columns back in the client's order (Eq. 2 and 5)."""
-        if self.columns is not None:
-            outputs = restore_features(outputs, columns=self.columns)
-        return permute_features(outputs.flatten(0, 1), inverse(self.source.flatten())).view_as(outputs)
+- `flower-default`: github.com/adap/flower, examples/quickstart-pytorch (pyproject.toml: lr 0.1, batch 32, one local
+  epoch; pytorchexample/task.py: SGD with momentum 0.9, shuffled). The client returns its weights.
+- `nvflare-default`: github.com/NVIDIA/NVFlare, examples/hello-world/hello-pt/client.py on CIFAR-10: SGD, lr 0.01,
+  momentum 0.9, batch 32, one epoch, shuffled, weights returned. There the momentum's buffer outlives the round; here
+  each round is a first one.
+- `flowertune-vit`: github.com/adap/flower, examples/flowertune-vit (pyproject.toml: lr 0.01, batch 32;
+  vitexample/client_app.py: Adam, one epoch, shuffled; task.py: all frozen but the head), weights of the head returned.
+- `mediswarm`: github.com/KatherLab/MediSwarm, application/jobs/ODELIA_ternary_classification: its ViT (custom/models/
+  mst.py: lr 1e-6; base_model.py: AdamW, hence torch's λ = 0.01), custom/threedcnn_ptl.py: batches of one, five epochs a
+  round, no accumulation, no clipping; config/config_fed_client.conf: the difference of weights is sent.
+"""

@@ -9,18 +9,10 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from privlab.base import LAST
 from privlab.threat.attack_protocols import Attack, AttackClass, FeatureAttack
 from privlab.threat.defense_protocols import Defense, DefenseClass, FeatureDefense, GradientDefense
 from privlab.victims import VictimModel
-
-__all__ = [
-    "AttackDeclarations",
-    "DefenseDeclarations",
-    "Guarantee",
-    "acts_on",
-    "attack_declarations",
-    "defense_declarations",
-]
 
 
 def _no_range(seen: object) -> str | None:
@@ -52,6 +44,8 @@ class AttackDeclarations:
         effort: the least effort of a run in which it runs without being asked for: "quick" for a second or two an
             image, "standard", or "full".
         at_full: the options, by name, whose defaults are larger at full effort.
+        short: the options, by name, with which it takes a second or two, and need not find anything: tests run it so.
+        order: its place among the attacks of a run and in lists, which begin with the lowest.
         named_only: whether it runs only if it is asked for by name, at any effort.
         stands_in_for: names of attacks; without being named, it runs only if none of them does.
         places: whether it puts loose patches in order itself.
@@ -59,6 +53,7 @@ class AttackDeclarations:
             attacked in one batch on any device, unless another size is asked for.
         undefended: the name of its counterpart without a defense, its positive control; "" for itself.
         obstacle: why it runs on no ViT, or "".
+        activation: the class of the activation that the MLPs of its victim must have; "" for any.
         updates_of: the optimisers of the clients whose updates it may be given in the place of gradients; none for an
             attack that takes what is released for the gradient of one step.
         reads_means: whether it reads the mean of the updates of several clients, each of which took several steps; a
@@ -74,12 +69,15 @@ class AttackDeclarations:
     search: bool = False
     effort: str = "standard"
     at_full: Mapping[str, Any] = field(default_factory=dict)
+    short: Mapping[str, Any] = field(default_factory=dict)
+    order: int = LAST
     named_only: bool = False
     stands_in_for: tuple[str, ...] = ()
     places: bool = False
     one_key: bool = False
     undefended: str = ""
     obstacle: str = ""
+    activation: str = ""
     updates_of: tuple[str, ...] = ()
     reads_means: bool = False
     refuses: Callable[[Any], str | None] = _no_refusal
@@ -100,6 +98,7 @@ class DefenseDeclarations:
     """Attributes and methods of a defense, of whichever kind.
 
     Args:
+        order: its place in lists, which begin with the lowest.
         acts_as: its `Effects`, if it declares them; code that measures effects refuses a value of another type.
         std: the standard deviation of the noise that it adds to features, if it declares it.
         per: "batch" if one draw serves all images that are released together, "model" if one serves all of a client.
@@ -114,6 +113,7 @@ class DefenseDeclarations:
         withholds: returns those of the names of parameters whose gradients it leaves out of the release.
     """
 
+    order: int = LAST
     acts_as: Any = None
     std: Any = None
     per: Literal["image", "batch", "model"] = "image"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_ch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.client_data import Draws, Feed, Sent
 
-__all__ = ["Defense", "DefenseClass", "FeatureDefense", "GradientDefense"]
+Gradients: TypeAlias = Mapping[str, Float[Tensor, "b ..."]]
 
 
 @runtime_checkable
@@ -61,13 +61,11 @@ class GradientDefense(Protocol):
     name: ClassVar[str]
     paper: ClassVar[str]
 
-    def release(
-        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
-    ) -> Mapping[str, Float[Tensor, "b ..."]]:
+    def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return what is released instead of `gradients`, for each image by itself and with its own draw."""
         ...
 
-    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> Mapping[str, Float[Tensor, "b ..."]]:
+    def variance(self, released: Gradients) -> Gradients:
         """Return the variance of what this adds to each entry, as an adversary knows it from a part of the release.
 
         An entry that was released as zero, but may have another value, is taken as uniform around zero.

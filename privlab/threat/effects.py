@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Effects", "RowOrder"]
-
-
 RowOrder = Literal["kept", "shared", "own", "mixed"]
 """How rows may have moved: not at all, by one order for the batch, by one for each image, or to other images too."""
 

@@ -4,14 +4,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base import full_precision
-from privlab.threat.federated import Client
+from privlab.threat.client import Client
 from privlab.victims import VictimModel, check_classifies
-
-__all__ = ["client_loss", "private_targets"]
 
 _SCALE, _BIAS = 10.0, -10.0
 """t and b of the contrastive loss, as SigLIP's training begins."""
@@ -45,19 +43,19 @@ def client_loss(client: Client, outputs: Float[Tensor, "b y"], targets: Tensor) 
 
 
 def private_targets(
-    model: VictimModel, client: Client, images: Float[Tensor, "m c h w"], labels: Int[Tensor, " m"], draw: Generator
+    model: VictimModel, client: Client, images: Float[Tensor, "m c h w"], labels: Tensor, draw: Generator
 ) -> Tensor:
     """Return what a client's loss compares its images with; it is private, as they are.
 
     Class indices for cross-entropy; one-hot labels for "binary"; values drawn from N(0, 1) for "regression", and for
     "contrastive" as the embeddings of texts; for "dino" the probabilities softmax(o / 0.04) of the server's model,
-    the teacher, on the mirrored images.
+    the teacher, on the mirrored images. Targets that are given in place of labels are taken as they are.
 
     Args:
         model: the server's model.
         client: the public settings.
         images: the client's images, in [0, 1].
-        labels: their class indices; read where the loss has labels.
+        labels: their class indices, or their targets (m, y); read where the loss has labels.
         draw: the client's generator; drawn from where the loss has values of its own.
 
     Raises:
@@ -65,6 +63,8 @@ def private_targets(
     """
     if client.has_labels:
         check_classifies(model)
+        if labels.ndim == 2:
+            return labels.to(model.mean)
         return labels if client.loss == "cross-entropy" else F.one_hot(labels, model.classes).to(model.mean)
     with torch.no_grad(), full_precision():
         if client.loss == "dino":

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from privlab.images import facts_html, images_html
 from privlab.threat.capabilities import Capability
+from privlab.threat.client import Client
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.federated import Client
 from privlab.victims import VictimModel
-
-__all__ = ["FeatureObservation", "Observation", "Reconstruction"]
 
 
 @dataclass(frozen=True, eq=False)

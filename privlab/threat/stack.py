@@ -8,12 +8,10 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
-from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.client_data import Draws, Feed, Sent
 from privlab.threat.declarations import defense_declarations
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 from privlab.threat.effects import Effects
-
-__all__ = ["Stack"]
 
 
 @dataclass(frozen=True)

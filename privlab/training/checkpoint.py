@@ -7,7 +7,6 @@
 import json
 import shutil
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, sha256_of, sync
-
-__all__ = ["Checkpoints"]
+from privlab.base import PrivlabError, sha256_of, sync, warn
 
 KEPT_CHECKPOINTS = 2
 """The number of checkpoints that are kept: the last, and one before it, should the last be damaged."""
@@ -93,7 +90,7 @@ class Checkpoints:
             except (OSError, ValueError, KeyError, TypeError):
                 damaged, step, identity = [CARD], 0, {}
             if damaged:
-                warnings.warn(f"{path} is damaged ({damaged[0]}): passed over.", PrivlabWarning, stacklevel=2)
+                warn(f"{path} is damaged ({damaged[0]}): passed over.")
                 continue
             self._check(path, identity)
             state = torch.load(path / STATE, map_location="cpu", weights_only=True)

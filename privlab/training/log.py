@@ -7,8 +7,6 @@ from pathlib import Path
 from privlab.base import write_whole
 from privlab.training.plan import TrainingProgress
 
-__all__ = ["append", "forget_after"]
-
 
 def append(log: Path, now: TrainingProgress) -> None:
     """Add a row to the log; a new log begins with the names of the columns."""

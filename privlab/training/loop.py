@@ -23,12 +23,10 @@ from safetensors.torch import save_file
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from privlab.base import PrivlabError, draw_for, write_whole
+from privlab.base import PrivlabError, draw_for, gradients_enabled, write_whole
 from privlab.training import log
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.plan import Compute, Listener, Paced, Plan, Recipe, TrainingProgress
-
-__all__ = ["listening", "tell", "train"]
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
@@ -83,7 +81,7 @@ def train(
         try:
             device = torch.device(compute.device)
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(gradients_enabled())
             run = _Run(recipe, plan, compute, out, progress or _LISTENER.get())
         except PrivlabError:
             raise

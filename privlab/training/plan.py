@@ -9,8 +9,6 @@ from torch import Generator, Tensor, nn
 
 from privlab.base import check_range
 
-__all__ = ["Compute", "Listener", "Paced", "Plan", "Recipe", "TrainingProgress"]
-
 
 @runtime_checkable
 class Recipe(Protocol):

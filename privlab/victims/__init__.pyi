@@ -7,14 +7,8 @@ from .catalogue import fetch as fetch
 from .catalogue import import_weights as import_weights
 from .catalogue import models as models
 from .catalogue import show as show
-from .classifiers import Classifier as Classifier
-from .classifiers import IndexedViT as IndexedViT
-from .classifiers import NamedClassifier as NamedClassifier
-from .classifiers import RelativeViT as RelativeViT
-from .classifiers import SwinModel as SwinModel
-from .classifiers import TimmClassifier as TimmClassifier
-from .classifiers import classifier as classifier
-from .classifiers import position_hint as position_hint
+from .closed_form import parameter_gradients as parameter_gradients
+from .closed_form import released_parameters as released_parameters
 from .first_block import PreNormBlock as PreNormBlock
 from .first_block import first_block as first_block
 from .first_block import why_no_plain_block as why_no_plain_block
@@ -29,7 +23,6 @@ from .named import Victim as Victim
 from .named import Weights as Weights
 from .named import victim as victim
 from .names import ARCHITECTURES as ARCHITECTURES
-from .names import check_classifier_name as check_classifier_name
 from .names import check_img_size as check_img_size
 from .names import check_victim_name as check_victim_name
 from .names import check_weights_file as check_weights_file

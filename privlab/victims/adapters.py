@@ -11,8 +11,6 @@ from torch import Generator, Tensor, nn
 from privlab.base import PrivlabError
 from privlab.victims.model import VictimModel
 
-__all__ = ["adapted", "bottlenecked", "prompted"]
-
 _SEED = 0
 """The seed from which the server draws what it adds. It is public, as what is drawn is."""
 

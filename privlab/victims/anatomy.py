@@ -7,9 +7,10 @@ test.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -17,8 +18,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError
-
-__all__ = ["PREFIX_TOKENS", "TELLERS", "Vit", "check_plain", "layers_run_once", "plain_interface", "told_of_places"]
 
 if TYPE_CHECKING:
     Vit: TypeAlias = VisionTransformer
@@ -32,14 +31,8 @@ PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 TELLERS = {"rope": "rope", "rel_pos_bias": "shared_rel_pos_bias", "shared_rel_pos": "shared_rel_pos"}
 """The module by which a model knows places beside its position embeddings -> the argument of its blocks for it."""
 
-_ABSENT: Mapping[str, Any] = {
-    "pos_embed": None,
-    "cls_token": None,
-    "reg_token": None,
-    "patch_drop": None,
-    "attn_pool": None,
-}
-"""Attributes of timm's `VisionTransformer` that other ViTs may lack, with the value that says so."""
+_OPTIONAL = ("pos_embed", "cls_token", "reg_token", "patch_drop", "attn_pool")
+"""Attributes of timm's `VisionTransformer` that other ViTs may lack; None says so."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +58,34 @@ class _Teller:
         return {self.argument: value[self.block] if self.of_each else value}
 
 
+def unwrapped(model: Any) -> Any:  # noqa: ANN401
+    """Return the model inside the wrappers of `torch.compile`, DataParallel and DistributedDataParallel.
+
+    Args:
+        model: a model; anything else, and other wrappers, which may change what it computes, are returned as they are.
+    """
+    while True:
+        if type(model).__name__ == "OptimizedModule" and "_orig_mod" in vars(model).get("_modules", {}):
+            model = model._modules["_orig_mod"]
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Return whether a module has hooks, or methods of its own in the place of its class's."""
+    hooks = {**module._forward_hooks, **module._forward_pre_hooks}.values()
+    replaced = any(callable(value) and hasattr(type(module), name) for name, value in vars(module).items())
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return replaced or bool(backward) or any(not isinstance(hook, _Teller) for hook in hooks)
+
+
+def changed_parts(model: nn.Module) -> list[str]:
+    """Return the paths of a model's modules that `is_changed` finds."""
+    return [path or "the model" for path, module in model.named_modules() if is_changed(module)]
+
+
 def told_of_places(block: nn.Module) -> dict[str, Tensor]:
     """Return what a block of a `plain_interface` is told of places beside its tokens, by argument; often nothing."""
     hooks = block._forward_pre_hooks.values()
@@ -84,9 +105,9 @@ def plain_interface(vit: nn.Module) -> Vit:
     if type(vit) is VisionTransformer:
         return vit
     made: Any = copy.deepcopy(vit)
-    for name, value in _ABSENT.items():
+    for name in _OPTIONAL:
         if not hasattr(made, name):
-            setattr(made, name, value)
+            setattr(made, name, None)
     for name in ("norm_pre", "pos_drop"):
         if not hasattr(made, name):
             setattr(made, name, nn.Identity())
@@ -149,18 +170,13 @@ def layers_run_once(vit: nn.Module, images: int) -> Iterator[set[str]]:
     runs: dict[str, list[bool]] = {}
     found: set[str] = set()
 
-    def hook(path: str) -> Any:  # noqa: ANN401
-        def record(_: nn.Module, __: object, output: Tensor) -> None:
-            each = isinstance(output, Tensor) and len(output) == images
-            runs.setdefault(path, []).append(each and not torch.equal(output[0], output[1]))
+    def record(path: str, _: nn.Module, __: object, output: Tensor) -> None:
+        each = isinstance(output, Tensor) and len(output) == images
+        runs.setdefault(path, []).append(each and not torch.equal(output[0], output[1]))
 
-        return record
-
-    kinds = (nn.Linear, nn.LayerNorm)
-    hooks = [m.register_forward_hook(hook(path)) for path, m in vit.named_modules() if isinstance(m, kinds)]
-    try:
+    with ExitStack() as hooks:
+        for path, module in vit.named_modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                hooks.enter_context(module.register_forward_hook(partial(record, path)))
         yield found
-    finally:
-        for each in hooks:
-            each.remove()
         found |= {path for path, once in runs.items() if once == [True]}

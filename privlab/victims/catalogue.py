@@ -13,8 +13,6 @@ from privlab.victims.named import find_pretrained, resolve, victim
 from privlab.victims.names import ARCHITECTURES
 from privlab.victims.zoo import COMPACT, PLACERS, ZOO, shipped_file
 
-__all__ = ["Model", "fetch", "import_weights", "models", "show"]
-
 
 @dataclass(frozen=True)
 class Model:
@@ -151,11 +149,7 @@ def _imported_model(path: Path) -> Model:
 
 
 def _card(path: Path) -> dict[str, Any] | None:
-    """Return the card beside a file of weights, a training's included; None where there is none.
-
-    Raises:
-        PrivlabError: if it is damaged.
-    """
+    """Return the card beside a file of weights, a training's included; None where there is none."""
     for card in (path.with_suffix(".json"), path.with_name("card.json")):
         if card.is_file() and (card.stem == path.stem or path.name in ("model.safetensors", "predictor.safetensors")):
             try:

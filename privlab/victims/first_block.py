@@ -8,10 +8,8 @@ from timm.layers import LayerScale, Mlp
 from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
-from privlab.victims.anatomy import told_of_places
+from privlab.victims.anatomy import is_changed, told_of_places
 from privlab.victims.model import AprilBlock, VictimModel
-
-__all__ = ["PreNormBlock", "first_block", "why_no_plain_block"]
 
 _SAME = 1e-4
 """Largest deviation of a block from its parts, relative to what it returns: rounding in float32."""
@@ -34,9 +32,9 @@ class PreNormBlock(nn.Module):
         for name, value in told.items():  # a buffer follows the block's precision
             self.register_buffer(f"told_{name}", value.detach(), persistent=False)
 
-    def attention(self, z: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
-        """Return what attention adds to the tokens of one image."""
-        return self._attend(z[None])[0]
+    def attention(self, z: Float[Tensor, "*b t d"]) -> Float[Tensor, "*b t d"]:
+        """Return what attention adds to the tokens of one image, or of several."""
+        return self._attend(z) if z.dim() == 3 else self._attend(z[None])[0]
 
     def forward(self, z: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return the tokens of images after the block."""
@@ -94,7 +92,7 @@ def why_no_plain_block(model: VictimModel) -> str | None:
             return f"{kind} normalises by {type(layer).__name__}, and not by a LayerNorm with weight and bias"
     if not all(isinstance(_base(getattr(attn, name, None)), nn.Linear) for name in ("qkv", "proj")):
         return f"{kind} projects queries, keys and values by a matrix each"
-    if type(block) is Block:
+    if type(block) is Block and not is_changed(block):
         return None
     like = next(block.parameters())
     size = model.vit.num_prefix_tokens + model.vit.patch_embed.num_patches, model.vit.embed_dim

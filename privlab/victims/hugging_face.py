@@ -16,51 +16,44 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, check_name, first
+from privlab.victims.names import NORMALISATIONS
 
-__all__ = ["as_timm", "is_of_transformers", "timm_names"]
-
-_ImageNet, _Half = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3)
-_Clip = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-
-_KINDS: Mapping[str, tuple[dict[str, Any], tuple[tuple[float, ...], tuple[float, ...]]]] = {
-    "vit": ({}, _Half),
-    "dinov2": ({"init_values": 1.0}, _ImageNet),
-    "dinov2_with_registers": ({"init_values": 1.0, "no_embed_class": True}, _ImageNet),
-    "clip_vision_model": ({"pre_norm": True}, _Clip),
-    "siglip_vision_model": ({"class_token": False, "global_pool": "map"}, _Half),
+_KINDS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "vit": ({}, "inception"),
+    "dinov2": ({"init_values": 1.0}, "imagenet"),
+    "dinov2_with_registers": ({"init_values": 1.0, "no_embed_class": True}, "imagenet"),
+    "clip_vision_model": ({"pre_norm": True}, "clip"),
+    "siglip_vision_model": ({"class_token": False, "global_pool": "map"}, "inception"),
 }
-"""`model_type` of a configuration -> options of timm's `VisionTransformer`, mean and deviation of its images."""
+"""`model_type` of a configuration -> options of timm's `VisionTransformer`, and the normalisation of its images."""
 
 _ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _LEFT_OUT = re.compile(r"pooler\.|embeddings\.mask_token|embeddings\.position_ids")
 """Tensors that no token of an image depends on."""
 
-_RENAMED = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^(vit|dinov2|dinov2_with_registers|vision_model)\.", ""),
-        (r"^(classifier|visual_projection)\.", "head."),
-        (r"^embeddings\.(cls_token|class_embedding)$", "cls_token"),
-        (r"^embeddings\.register_tokens$", "reg_token"),
-        (r"^embeddings\.position_embeddings?(\.weight)?$", "pos_embed"),
-        (r"^embeddings\.patch_embedding(s\.projection)?\.", "patch_embed.proj."),
-        (r"^pre_layrnorm\.", "norm_pre."),
-        (r"^(post_)?layernorm\.", "norm."),
-        (r"^head\.probe$", "attn_pool.latent"),
-        (r"^head\.attention\.in_proj_", "attn_pool.in_proj."),
-        (r"^head\.attention\.out_proj\.", "attn_pool.proj."),
-        (r"^head\.layernorm\.", "attn_pool.norm."),
-        (r"^head\.mlp\.", "attn_pool.mlp."),
-        (r"^(encoder\.)?layers?\.(\d+)\.", r"blocks.\2."),
-        (r"\.(layernorm_before|layer_norm1)\.", ".norm1."),
-        (r"\.(layernorm_after|layer_norm2)\.", ".norm2."),
-        (r"\.(attention\.attention|attention|self_attn)\.([qkv])\w+\.", r".attn.\2."),
-        (r"\.(attention\.output\.dense|attention\.o_proj|self_attn\.out_proj)\.", ".attn.proj."),
-        (r"\.intermediate\.dense\.", ".mlp.fc1."),
-        (r"^(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
-        (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
-    )
+_RENAMED = (
+    (r"^(vit|dinov2|dinov2_with_registers|vision_model)\.", ""),
+    (r"^(classifier|visual_projection)\.", "head."),
+    (r"^embeddings\.(cls_token|class_embedding)$", "cls_token"),
+    (r"^embeddings\.register_tokens$", "reg_token"),
+    (r"^embeddings\.position_embeddings?(\.weight)?$", "pos_embed"),
+    (r"^embeddings\.patch_embedding(s\.projection)?\.", "patch_embed.proj."),
+    (r"^pre_layrnorm\.", "norm_pre."),
+    (r"^(post_)?layernorm\.", "norm."),
+    (r"^head\.probe$", "attn_pool.latent"),
+    (r"^head\.attention\.in_proj_", "attn_pool.in_proj."),
+    (r"^head\.attention\.out_proj\.", "attn_pool.proj."),
+    (r"^head\.layernorm\.", "attn_pool.norm."),
+    (r"^head\.mlp\.", "attn_pool.mlp."),
+    (r"^(encoder\.)?layers?\.(\d+)\.", r"blocks.\2."),
+    (r"\.(layernorm_before|layer_norm1)\.", ".norm1."),
+    (r"\.(layernorm_after|layer_norm2)\.", ".norm2."),
+    (r"\.(attention\.attention|attention|self_attn)\.([qkv])\w+\.", r".attn.\2."),
+    (r"\.(attention\.output\.dense|attention\.o_proj|self_attn\.out_proj)\.", ".attn.proj."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"^(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
 )
 """Names of transformers, of its versions 4 and 5, and timm's for them."""
 
@@ -87,7 +80,7 @@ def timm_names(tensors: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[T
     for key, tensor in tensors.items():
         name = key
         for pattern, new in _RENAMED:
-            name = pattern.sub(new, name)
+            name = re.sub(pattern, new, name)
         if not _LEFT_OUT.search(name):
             found[name] = tensor
     for name in [name for name in found if re.search(r"\.attn\.q\.", name)]:
@@ -140,7 +133,8 @@ def as_timm(model: nn.Module) -> VisionTransformer:
 
 
 def _build(config: Any, kind: str, state: Mapping[str, Tensor]) -> VisionTransformer:  # noqa: ANN401
-    options, (mean, std) = _KINDS[kind]
+    options, normalisation = _KINDS[kind]
+    mean, std = NORMALISATIONS[normalisation]
     check_name("hidden_act of transformers", config.hidden_act, _ACTIVATIONS)
     if getattr(config, "use_swiglu_ffn", False):
         raise PrivlabError(f"{kind} with use_swiglu_ffn has a gated MLP in an order of its own. Take timm's DINOv2.")
@@ -181,11 +175,7 @@ def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
 
 @torch.no_grad()
 def _compare(model: nn.Module, vit: VisionTransformer) -> None:
-    """Check that the last tokens, before or after the last norm, and the outputs of a head are the model's own.
-
-    Raises:
-        PrivlabError: if they are not.
-    """
+    """Check that the last tokens, before or after the last norm, and the outputs of a head are the model's own."""
     own, twin = copy.deepcopy(model).eval(), copy.deepcopy(vit).eval()
     height, width = twin.patch_embed.img_size or (0, 0)
     like = twin.patch_embed.proj.weight

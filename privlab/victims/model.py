@@ -6,19 +6,30 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, first, full_precision, memory_ended
 from privlab.patches import unpatchify
-from privlab.victims.anatomy import PREFIX_TOKENS, Vit, check_plain, layers_run_once, plain_interface
-
-__all__ = ["AprilBlock", "VictimModel", "april_twin", "check_classifies", "check_plain"]
+from privlab.victims.anatomy import (
+    PREFIX_TOKENS,
+    Vit,
+    changed_parts,
+    check_plain,
+    is_changed,
+    layers_run_once,
+    plain_interface,
+    unwrapped,
+)
 
 _SAME = 1e-4
 """Largest deviation of the victim's logits from the model's own, relative to their size: rounding in float32."""
+
+_TELLING = 1e-3
+"""Least difference of the logits of two images, relative to their size, by which they say what is between."""
 
 
 class AprilBlock(nn.Module):
@@ -66,6 +77,7 @@ class VictimModel(nn.Module):
         unk_embed: Float[Tensor, "1 1 d"] | None = None,
     ) -> None:
         super().__init__()
+        vit = unwrapped(vit)
         check_plain(vit)
         _check(vit)
         self.vit = vit = plain_interface(vit)
@@ -74,39 +86,82 @@ class VictimModel(nn.Module):
         like = vit.patch_embed.proj.weight.detach()
         self.register_buffer("mean", like.new_tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", like.new_tensor(std).view(-1, 1, 1), persistent=False)
-        known = type(vit) is VisionTransformer and vit.attn_pool is None
-        self.silent: frozenset[str] = frozenset() if known else self._compare()
+        self.silent = self._compare()
 
     @torch.no_grad()
     def _compare(self) -> frozenset[str]:
         """Check that the parts of the model give its own logits, and return the layers that `layers_run_once` misses.
 
-        The weights are drawn for this, on a copy: those of a model may leave a part without any effect, as the layer
-        scales of 10⁻⁶ do with which trainings begin.
-
-        Raises:
-            PrivlabError: if they do not.
+        A model's `forward`, or a part of it, may have been replaced, and hooks may change what goes through it. Two
+        images are classified both ways, first with the model's own weights. Those may leave a part without any effect,
+        as a head of zeros does, or the layer scales of 10⁻⁶ with which trainings begin; then, and for other classes
+        than `VisionTransformer` and `Block`, weights are drawn for a second comparison, on a copy.
         """
-        twin, draw = copy.deepcopy(self).eval(), torch.Generator().manual_seed(0)
+        if self.mean.is_meta:  # only shapes are asked for
+            return frozenset()
+        draw = torch.Generator().manual_seed(0)
+        images = torch.rand(2, *self.image_shape, generator=draw).to(self.mean)
+        twin = self if not any(module.training for module in self.vit.modules()) else self._copy().eval()
+        parts, whole, _ = twin._both_ways(images)
+        if whole.isfinite().all():  # weights that are no numbers say nothing of the parts
+            self._check_same(parts, whole)
+        telling = bool((whole[0] - whole[1]).abs().max() > _TELLING * whole.abs().max())
+        blocks = all(type(block) is Block for block in self.vit.blocks)
+        known = blocks and type(self.vit) is VisionTransformer and self.vit.attn_pool is None
+        if telling and known:
+            return frozenset()
+        twin = self._copy().eval()
         for tensor in twin.vit.parameters():
             size = math.sqrt(tensor[0].numel()) if tensor.ndim > 1 else 1.0
             tensor.copy_(torch.randn(tensor.shape, generator=draw) / size)
-        images = torch.rand(2, *self.image_shape, generator=draw).to(self.mean)
-        try:
-            with layers_run_once(twin.vit, len(images)) as heard:
-                parts = twin(images)
-            whole = twin.vit(twin.normalise(images))
-        except (RuntimeError, TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise PrivlabError(f"{self._kind()} does not run as embedding, blocks, norm and head: {reason}") from error
-        far = torch.inf if parts.shape != whole.shape else float((parts - whole).abs().max() / whole.abs().max())
-        if not far <= _SAME:
-            raise PrivlabError(
-                f"{self._kind()} is more than embedding, blocks, norm and head: these alone give other logits, "
-                f"{far:.2g} of their size apart. A victim is a ViT whose blocks get every token."
-            )
+        parts, drawn, heard = twin._both_ways(images)
+        if not (telling and torch.equal(drawn, whole)):  # else `forward` is a function that runs the caller's model
+            self._check_same(parts, drawn)
         layers = (path for path, layer in self.vit.named_modules() if isinstance(layer, nn.Linear | nn.LayerNorm))
-        return frozenset(layers) - heard
+        return frozenset() if known else frozenset(layers) - heard
+
+    def _copy(self) -> "VictimModel":
+        try:
+            return copy.deepcopy(self)
+        except (RuntimeError, TypeError) as error:
+            raise PrivlabError(f"{self._kind()} cannot be copied: {str(error).splitlines()[0]}") from error
+
+    def _both_ways(self, images: Float[Tensor, "b c h w"]) -> tuple[Tensor, Tensor, set[str]]:
+        """Return the logits by the parts of the model and by itself, and the layers of `layers_run_once`."""
+        devices = [self.mean.device] if self.mean.is_cuda else []
+        try:
+            with full_precision(), torch.random.fork_rng(devices=devices):
+                with layers_run_once(self.vit, len(images)) as heard:
+                    parts = self(images)
+                whole = self.vit(self.with_rest(self.normalise(images)))
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            if memory_ended(error) is not None:
+                raise
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise PrivlabError(f"{self._kind()} does not run as embedding, blocks, norm and head: {reason}") from error
+        if not isinstance(whole, Tensor) or parts.shape != whole.shape:
+            found = f"{tuple(whole.shape)}" if isinstance(whole, Tensor) else type(whole).__name__
+            raise PrivlabError(
+                f"{self._kind()} must give logits, {tuple(parts.shape)} for {len(images)} images. Found {found}"
+                f"{_changes(self.vit)}."
+            )
+        return parts, whole, heard
+
+    def with_rest(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c _ _"]:
+        """Return images with zeros for the pixels behind the last patches, which a model may ask for and not read."""
+        height, width = self.vit.patch_embed.img_size or images.shape[2:]
+        return F.pad(images, (0, width - images.shape[3], 0, height - images.shape[2]))
+
+    def _check_same(self, parts: Float[Tensor, "b y"], whole: Float[Tensor, "b y"]) -> None:
+        """Check that the logits by the parts of the model are its own, up to rounding in its precision."""
+        difference, size = float((parts - whole).abs().max()), float(whole.abs().max())
+        if difference <= max(_SAME, 8 * torch.finfo(whole.dtype).eps) * size:
+            return
+        raise PrivlabError(
+            f"{self._kind()} is more than embedding, blocks, norm and head: these alone give other logits, which "
+            f"differ by up to {difference:.3g} ({difference / size if size else math.inf:.2g} of their size)"
+            f"{_changes(self.vit)}. A victim is a ViT whose blocks get every token."
+        )
 
     def _kind(self) -> str:
         return f"{type(self.vit).__name__} of {type(self.vit).__module__}"
@@ -282,11 +337,8 @@ class VictimModel(nn.Module):
 
         Args:
             images: the images, in [0, 1]; they are normalised here.
-            masked_pe: the patch slots whose rows of E_pos are replaced; None for none. A model without PEs ignores it.
-            replacement: "unknown" puts E_unk into these rows, "zero" puts zeros.
-
-        Raises:
-            PrivlabError: as `embed` does.
+            masked_pe: as `embed` takes it.
+            replacement: as `embed` takes it.
         """
         return self.classify(self.embed(images, masked_pe, replacement))
 
@@ -299,6 +351,8 @@ def _last(vit: Vit, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b _ d"]:
     """
     block = vit.blocks[-1]
     if type(vit) is not VisionTransformer or type(block) is not Block or vit.global_pool != "token" or vit.attn_pool:
+        return block(x)
+    if is_changed(block):
         return block(x)
     x = (x + block.drop_path1(block.ls1(block.attn(block.norm1(x)))))[:, :1]
     return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
@@ -332,6 +386,12 @@ def check_classifies(model: VictimModel) -> None:
             f"A victim classifies. Found a model without classifier (num_classes = {model.classes}): --classes N, or "
             "classes=N in Python, gives it an untrained one; --release features needs none."
         )
+
+
+def _changes(vit: nn.Module) -> str:
+    """Return which parts of a model were replaced or have hooks, as the end of a sentence; "" if none was."""
+    changed = changed_parts(vit)
+    return f"; changed by hooks or replaced methods: {first(changed, 3)}" if changed else ""
 
 
 def _check(vit: nn.Module) -> None:

@@ -2,8 +2,7 @@
 
 import copy
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,35 +10,18 @@ from typing import Any, Literal, cast
 
 import timm
 import torch
-from timm.data import (
-    IMAGENET_DEFAULT_MEAN,
-    IMAGENET_DEFAULT_STD,
-    IMAGENET_INCEPTION_MEAN,
-    IMAGENET_INCEPTION_STD,
-    OPENAI_CLIP_MEAN,
-    OPENAI_CLIP_STD,
-    resolve_model_data_config,
-)
+from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, unknown_name, with_plugins
+from privlab.base import PrivlabError, check_name, check_range, unknown_name, warn, with_plugins
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
-from privlab.victims.anatomy import Vit
+from privlab.victims.anatomy import Vit, unwrapped
 from privlab.victims.hugging_face import as_timm, is_of_transformers
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
-from privlab.victims.names import resolve_own, size_error
+from privlab.victims.names import NORMALISATIONS, resolve_own, size_error
+from privlab.victims.own_gradients import check_gradients
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
-
-__all__ = ["NORMALISATIONS", "Victim", "Weights", "find_pretrained", "of_channels", "resolve", "victim", "weights_file"]
-
-NORMALISATIONS: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
-    "imagenet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
-    "inception": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
-    "clip": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
-    "none": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
-}
-"""The means and deviations that have a name: timm's constants, and pixels in [0, 1] as they are."""
 
 UnknownOrigin = Literal["trained", "mean-pe", "random"]
 
@@ -132,6 +114,7 @@ def _twin(victim: Victim) -> Victim:
     return replace(victim, model=april_twin(victim.model))
 
 
+@torch.inference_mode(mode=False)  # else weights would be tensors that autograd cannot use later
 def victim(
     model: str | nn.Module,
     *,
@@ -146,7 +129,8 @@ def victim(
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
     Args:
-        model: a name of `victim_names()`, "timm:NAME", or a ViT of timm or transformers (`as_timm`).
+        model: a name of `victim_names()`, "timm:NAME", or a ViT of timm or transformers (`as_timm`), also as
+            `torch.compile`, DataParallel or DistributedDataParallel wraps it.
         weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random", or a
             file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
         block: "stock" or "april" (first block without pre-norm and without skip).
@@ -161,8 +145,8 @@ def victim(
             configuration says, and by ImageNet's mean and deviation where it says nothing.
 
     Raises:
-        PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, or one that has other
-            classes.
+        PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, as one whose `forward`
+            was replaced by another or whose hooks change its gradients, or one that has other classes.
 
     Warns:
         PrivlabWarning: for weights that weaken a verdict: random ones, an untrained E_unk, dropped PEs.
@@ -204,19 +188,28 @@ def _normalisation(stated: str, channels: int) -> tuple[tuple[float, ...], tuple
 def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None) -> Victim:
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
+    own = vit = unwrapped(vit)
     if isinstance(vit, nn.Module) and is_of_transformers(vit):
         vit = copied = as_timm(vit)
     else:
         check_plain(vit)
-        copied = cast("Vit", copy.deepcopy(vit))
+        try:
+            copied = cast("Vit", copy.deepcopy(vit))
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise PrivlabError(f"A model of your own is copied, and this one cannot be: {reason}") from error
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
+    head: nn.Module = nn.Identity()
     if classes is not None and copied.num_classes == 0:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             copied.reset_classifier(classes)
-        _warn(_untrained_head(name, classes))
+        head = copied.head
+        warn(_untrained_head(name, classes), 4)
     _check_classes(name, copied, classes)
-    return _assemble(name, name, copied, "given")
+    made = _assemble(name, name, copied, "given")
+    check_gradients(own, made.model, head)
+    return made
 
 
 def _untrained_head(name: str, classes: int) -> str:
@@ -244,7 +237,7 @@ def _make_named(
         return _load_trained(name, architecture, variant, path, origin, img_size, start, seed, classes)
     vit = _create(architecture, variant, img_size, seed=seed, classes=classes)
     if variant == "_mjp":
-        _warn(f"{name}: E_unk is random too, UNTRAINED.")
+        warn(f"{name}: E_unk is random too, UNTRAINED.", 4)
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
     return _assemble(name, architecture, vit, "random")
 
@@ -274,7 +267,7 @@ def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path 
             if weights == "pretrained":
                 raise PrivlabError(f"--weights pretrained: {error}") from error
             reason = f": {error}"
-    _warn(f"{name} has RANDOM weights (seed {seed}){reason} Leakage of trained weights differs.")
+    warn(f"{name} has RANDOM weights (seed {seed}){reason} Leakage of trained weights differs.", 4)
     return None
 
 
@@ -309,13 +302,13 @@ def _load_trained(
     vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
     _check_classes(name, vit, classes)
     if own is None and classes is not None:
-        _warn(_untrained_head(name, classes))
+        warn(_untrained_head(name, classes), 4)
         state |= {f"head.{key}": value.detach() for key, value in vit.head.named_parameters()}
     if start and vit.pos_embed is not None and "pos_embed" not in state:
-        _warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.")
+        warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.", 4)
         state["pos_embed"] = vit.pos_embed.detach()
     if variant == "_nope" and state.pop("pos_embed", None) is not None:
-        _warn(f"{name}: the weights were trained with position embeddings, which are left out here.")
+        warn(f"{name}: the weights were trained with position embeddings, which are left out here.", 4)
     if unknown is not None and variant != "_mjp":
         raise PrivlabError(
             f"The weights of {path.name} hold E_unk of MJP (unexpected: unk_embed), which {name} lacks. "
@@ -329,7 +322,7 @@ def _load_trained(
         return _assemble(name, architecture, vit, origin, unknown.float().reshape(1, 1, -1), "trained")
     if variant != "_mjp":
         return _assemble(name, architecture, vit, origin)
-    _warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")
+    warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.", 4)
     return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
 
 
@@ -432,7 +425,3 @@ def of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
     """
     luma = sum(values) / len(values)
     return (luma,) if channels == 1 else (*values, luma)[:channels]
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=5)

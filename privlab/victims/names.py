@@ -1,21 +1,10 @@
 """The names of the victims and of the other models, which cost no import of torch or timm."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from privlab.base import PrivlabError, unknown_name, with_plugins
-from privlab.victims.zoo import CLASSIFIERS, COMPACT, ZOO
-
-__all__ = [
-    "ARCHITECTURES",
-    "check_classifier_name",
-    "check_img_size",
-    "check_victim_name",
-    "check_weights_file",
-    "classifier_names",
-    "resolve_own",
-    "size_error",
-    "victim_names",
-]
+from privlab.victims.zoo import COMPACT, NOT_ATTACKED, ZOO
 
 ARCHITECTURES: dict[str, str] = {
     "vit_ti": "vit_tiny_patch16_224",
@@ -32,6 +21,14 @@ ARCHITECTURES: dict[str, str] = {
 Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk).
 """
 
+NORMALISATIONS: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "inception": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "none": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+}
+"""The means and deviations that have a name: timm's constants, and pixels in [0, 1] as they are."""
+
 _PATCH = 16
 """The side of the patches of timm's architectures above, in pixels."""
 
@@ -40,11 +37,6 @@ def victim_names() -> list[str]:
     """Return the names of all victims, those of other packages included (`privlab.victims`), which load nothing."""
     ours = [name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")]
     return [*dict.fromkeys([*ours, *ZOO]), *with_plugins({}, "privlab.victims")]
-
-
-def classifier_names() -> list[str]:
-    """Return the names of all models that can be trained and evaluated: victims, and `CLASSIFIERS`."""
-    return [*victim_names(), *CLASSIFIERS]
 
 
 def resolve_own(name: str) -> tuple[str, str]:
@@ -59,7 +51,7 @@ def resolve_own(name: str) -> tuple[str, str]:
             return ARCHITECTURES[base], variant
     if name in ZOO:
         return ZOO[name].architecture, ZOO[name].variant
-    if name.removesuffix("_mjp") in CLASSIFIERS:
+    if name.removesuffix("_mjp") in NOT_ATTACKED:
         raise PrivlabError(
             f"This needs a plain ViT, timm's VisionTransformer. Found {name}: `privlab evaluate` and `privlab train "
             f"classify|mjp{'|finetune' if name.endswith('_relpos') else ''}` take it, nothing else."
@@ -77,17 +69,6 @@ def check_victim_name(name: str) -> None:
         resolve_own(name)
 
 
-def check_classifier_name(name: str) -> None:
-    """Refuse a name that is neither of a victim nor of `CLASSIFIERS`; timm's names are left to timm.
-
-    Raises:
-        PrivlabError: for another name, with the nearest ones.
-    """
-    known = classifier_names()
-    if not name.startswith("timm:") and name not in known and name.removesuffix("_mjp") not in CLASSIFIERS:
-        raise unknown_name("model", name, [*known, "timm:NAME"])
-
-
 def check_img_size(name: str, img_size: int | None) -> None:
     """Refuse a side that the patches of a victim of ours do not divide; of other models timm knows the patches.
 
@@ -100,6 +81,17 @@ def check_img_size(name: str, img_size: int | None) -> None:
     patch = COMPACT.get(architecture, {}).get("patch_size", _PATCH)
     if img_size % patch:
         raise size_error(name, img_size, patch)
+
+
+def check_normalisation(stated: str) -> None:
+    """Refuse a normalisation that is neither a name nor MEAN/STD; the numbers are read where the channels are known.
+
+    Raises:
+        PrivlabError: for another name, with those that there are.
+    """
+    if "/" not in stated and stated not in NORMALISATIONS:
+        known = ", ".join(NORMALISATIONS)
+        raise PrivlabError(f"A normalisation is {known}, or MEAN/STD, such as 0.5/0.5. Found '{stated}'.")
 
 
 def size_error(name: str, img_size: int, patch: int) -> PrivlabError:

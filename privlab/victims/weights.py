@@ -14,30 +14,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from timm.models import swin_transformer
-from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, PrivlabWarning, first
+from privlab.base import PrivlabError, first, warn
 from privlab.victims.anatomy import Vit
 from privlab.victims.names import check_weights_file
-
-__all__ = [
-    "WeightsUnavailable",
-    "cache_folder",
-    "fill",
-    "fit",
-    "from_any_layout",
-    "hash_of",
-    "of_swin",
-    "offline",
-    "own_layout",
-    "pretrained_file",
-    "reachable",
-    "read_state",
-    "save",
-]
 
 State = dict[str, Tensor]
 
@@ -170,26 +152,6 @@ def _translated(vit: Vit, state: State) -> State:
     return state if translate is None else translate(state, vit)
 
 
-def of_swin(net: SwinTransformer, state: State, *, resize: bool) -> State:
-    """Return a Swin's state under timm's names; what cannot be translated is returned as it is.
-
-    `fill` then refuses it with the names and shapes.
-
-    Args:
-        net: the model that the state is for; it is left as it is.
-        state: the tensors, by timm's names or those of Swin's authors.
-        resize: whether relative position biases of another size are resized.
-    """
-    want, proj = net.state_dict(), "patch_embed.proj.weight"
-    fixed = [k for k in want if k == proj or (not resize and k.endswith("relative_position_bias_table"))]
-    if any(k in state and state[k].shape != want[k].shape for k in fixed):
-        return state
-    # What cannot be translated is refused later, by its names and shapes.
-    with suppress(AttributeError, RuntimeError, ValueError, IndexError, AssertionError):
-        return swin_transformer.checkpoint_filter_fn(state, net)
-    return state
-
-
 def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
     """Load a state under the network's own names; the shapes must be the network's.
 
@@ -240,11 +202,9 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
         raise PrivlabError(f"The weights of {source} do not fit this model. {found}{hint}.")
     if aside:
         named = first([f"{k} ({state[k].dtype})" for k in aside], 3)
-        warnings.warn(
+        warn(
             f"{source}: {named} {'is' if len(aside) == 1 else 'are'} left aside: this model has no such tensor, and "
             "integers, such as the counters of BatchNorm, are no weights.",
-            PrivlabWarning,
-            stacklevel=2,
         )
     try:
         net.load_state_dict({k: tensor for k, tensor in state.items() if k not in aside})

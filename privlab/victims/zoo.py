@@ -5,8 +5,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASE", "CLASSIFIERS", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped_file"]
-
 _CIFAR: dict[str, Any] = {
     "img_size": 32,
     "patch_size": 4,
@@ -34,43 +32,12 @@ BASE = "vit_tiny_patch16_224"
 COMPACT: dict[str, dict[str, Any]] = {"cifar_vit": _CIFAR, "tiny_vit": _TINY}
 """Our name of an architecture -> its changes to timm's `BASE`. N = 64 tokens are fewer than D = 128, as in MJP."""
 
-_CIFAR_SWIN: dict[str, Any] = {
-    "img_size": 32,
-    "patch_size": 2,
-    "embed_dim": 48,
-    "depths": (2, 2, 2),
-    "num_heads": (2, 4, 8),
-    "window_size": 4,
-    "num_classes": 10,
-    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
-}
-_CIFAR_RESNET: dict[str, Any] = {
-    "channels": (32, 64, 128, 256),
-    "num_classes": 10,
-    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
-}
-
-CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "swin_t": ("swin_tiny_patch4_window7_224", {}),
-    "swin_s": ("swin_small_patch4_window7_224", {}),
-    "swin_b": ("swin_base_patch4_window7_224", {}),
-    "cifar_swin": ("swin_tiny_patch4_window7_224", _CIFAR_SWIN),
-    "resnet50": ("resnet50", {}),
-    "cifar_resnet": ("resnet18", _CIFAR_RESNET),
-    "cifar_vit_idx": (BASE, _CIFAR),
-    "vit_ti_idx": ("vit_tiny_patch16_224", {}),
-    "deit_ti_idx": ("deit_tiny_patch16_224", {}),
-    "deit_s_idx": ("deit_small_patch16_224", {}),
-    "cifar_vit_relpos": (BASE, _CIFAR | {"pos_embed": "none"}),
-    "vit_ti_relpos": ("vit_tiny_patch16_224", {"pos_embed": "none"}),
-    "vit_s_relpos": ("vit_small_patch16_224", {"pos_embed": "none"}),
-    "vit_b_relpos": ("vit_base_patch16_224", {"pos_embed": "none"}),
-}
-"""Our name of a model that is trained and evaluated, but not attacked -> timm's name, and the changes to it.
-
-The Swins also come as NAME_mjp (with absolute position embeddings and E_unk). NAME_relpos has relative position
-embeddings alone; NAME_idx also has embeddings of the patches' own indices (IDX of MJP's Table 4).
-"""
+NOT_ATTACKED = (
+    *("swin_t", "swin_s", "swin_b", "cifar_swin", "resnet50", "cifar_resnet"),
+    *("cifar_vit_idx", "vit_ti_idx", "deit_ti_idx", "deit_s_idx"),
+    *("cifar_vit_relpos", "vit_ti_relpos", "vit_s_relpos", "vit_b_relpos"),
+)
+"""The classifiers that `privlab.experiments` trains and evaluates, which are no plain ViTs."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +75,7 @@ PLACERS: dict[str, Placer] = {
     "tiny_mp3": Placer("mp3", "tiny_vit"),
     "tiny_droppos": Placer("droppos", "tiny_vit"),
 }
-"""The position predictors of the zoo by name."""
+"""The position predictors of the zoo by name; those of `tiny_vit` come with a clone, not with a wheel."""
 
 
 def placer(kind: str, grid: tuple[int, int], patch: int) -> str | None:

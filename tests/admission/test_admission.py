@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.admission import Check, admit_named
+from privlab.admission import Check, admit_any
 from privlab.admission.admit import admit
 from privlab.base import PrivlabError
 from privlab.defenses import (
@@ -26,9 +26,8 @@ from privlab.defenses import (
     RowPermutation,
 )
 from privlab.patches import permute_features
-from privlab.release import gradients
 from privlab.threat import Draws, Effects, Feed, Sent
-from privlab.victims import VictimModel
+from privlab.victims import VictimModel, closed_form
 
 Model = Callable[..., VictimModel]
 Admit = Callable[..., dict[str, Check]]
@@ -343,8 +342,8 @@ def test_an_image_may_have_a_scale_of_its_own(tried: Admit) -> None:
 
 
 def test_gradients_of_what_is_fed_are_the_models(tried: Admit, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gradients._EMBEDDING["unk_embed"]
-    monkeypatch.setitem(gradients._EMBEDDING, "unk_embed", lambda *args: right(*args) * (1 + 1e-4))
+    right = closed_form._EMBEDDING["unk_embed"]
+    monkeypatch.setitem(closed_form._EMBEDDING, "unk_embed", lambda *args: right(*args) * (1 + 1e-4))
     assert failed(tried(Mjp(gamma=0.5))) == {"gradients"}
     assert failed(tried(Jigsaw(gamma=0.5))) == set()  # E_unk stands nowhere
 
@@ -443,13 +442,13 @@ def test_the_control_of_features_is_of_what_the_projection_carries(tiny_model: M
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: admit_named("mpj"), "Unknown defense 'mpj'. Did you mean mjp"),
-        (lambda: admit_named("mjp+blur"), "one at a time. Found 'mjp+blur'"),
-        (lambda: admit_named("blur", gamma=0.5), "--gamma is for jigsaw and mjp. Found 0.5 for blur"),
-        (lambda: admit_named("blur", ["sigmo=1"]), "Unknown option 'sigmo'. Did you mean sigma"),
-        (lambda: admit_named("mjp", model="vit_ti"), "this model has none. Use a `_mjp` victim"),
-        (lambda: admit_named("jigsaw", model="vit_ti_nope"), "needs what this observation does not grant"),
-        (lambda: admit_named("blur", ["sigma=90"]), "sigma of blur must be at most 21"),
+        (lambda: admit_any("mpj"), "Unknown defense, attack or metric 'mpj'. Did you mean mjp"),
+        (lambda: admit_any("mjp+blur"), "one at a time. Found 'mjp+blur'"),
+        (lambda: admit_any("blur", gamma=0.5), "--gamma is for jigsaw and mjp. Found 0.5 for blur"),
+        (lambda: admit_any("blur", ["sigmo=1"]), "Unknown option 'sigmo'. Did you mean sigma"),
+        (lambda: admit_any("mjp", model="vit_ti"), "this model has none. Use a `_mjp` victim"),
+        (lambda: admit_any("jigsaw", model="vit_ti_nope"), "needs what this observation does not grant"),
+        (lambda: admit_any("blur", ["sigma=90"]), "sigma of blur must be at most 21"),
         (lambda: admit(OnImages(lambda x, _: x[9])), "Defense 'bad' does not run: IndexError"),
         (lambda: admit(Jigsaw(), images=torch.rand(2, 3, 64, 64)), "three images, of shape (3, 3, 64, 64)"),
     ],

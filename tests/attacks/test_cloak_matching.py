@@ -106,9 +106,9 @@ def test_what_cannot_be_matched_is_refused(change: Callable[[Tensor], Tensor], m
 
 
 def test_bad_options_and_sizes_are_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"masks of cloak-matching must be 0 or 1\. Found 2"):
+    with pytest.raises(PrivlabError, match=r"cloak-matching.*0.*1.*2"):
         CloakMatching(masks=2)
-    with pytest.raises(PrivlabError, match=r"The cloak is of 3 rows\. Found a matrix of 4\."):
+    with pytest.raises(PrivlabError, match=r"3.*matrix.*4"):
         apply_cloak(torch.zeros(4, 2), new_cloak(3))
     with pytest.raises(PrivlabError, match=r"Found none of them\."):
         offloaded({"head.weight": torch.zeros(2, 2)})

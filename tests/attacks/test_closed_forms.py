@@ -122,12 +122,12 @@ def test_masked_patches_come_back_grey_from_patch_gradient(tiny_model: Model) ->
 
 def test_too_many_tokens_are_told(tiny_model: Model) -> None:
     model = tiny_model(embed_dim=16)  # N = 16 = D
-    with pytest.warns(PrivlabWarning, match="16 tokens, but gradients of width 16 determine at most 15"):
+    with pytest.warns(PrivlabWarning, match=r"16 tokens.*15"):
         PatchGradient()(seen(model, small(1), PatchGradient()))
 
 
 def test_missing_capabilities_are_named(tiny_model: Model) -> None:
-    with pytest.raises(PrivlabError, match=r"'april' needs .*: april_block \(the first block has neither"):
+    with pytest.raises(PrivlabError, match=r"'april'.*april_block.*\(the"):
         check_capabilities(April(), gradient_capabilities(tiny_model()))
     check_capabilities(April(), gradient_capabilities(tiny_model()), force=True)
     nope = gradient_capabilities(tiny_model(pos_embed="none"))
@@ -137,7 +137,7 @@ def test_missing_capabilities_are_named(tiny_model: Model) -> None:
 
 def test_april_refuses_position_embeddings_that_skip_tokens(tiny_model: Model) -> None:
     model = april_twin(tiny_model(no_embed_class=True))
-    with pytest.raises(PrivlabError, match=r": pe_of_every_token \(the class token has"):
+    with pytest.raises(PrivlabError, match=r"pe_of_every_token.*\(the"):
         check_capabilities(April(), gradient_capabilities(model))
 
 
@@ -155,7 +155,7 @@ def test_a_frozen_position_embedding_is_not_released(tiny_vit: Callable[..., Vis
 def test_april_says_what_the_projection_drops(tiny_model: Model) -> None:
     """K = 48 > D = 32."""
     model = april_twin(tiny_model(embed_dim=32))
-    with pytest.warns(PrivlabWarning, match="patches of 48 values are projected to width 32"):
+    with pytest.warns(PrivlabWarning, match=r"48.*projected.*32"):
         April()(seen(model, small(1), April()))
 
 
@@ -176,7 +176,7 @@ def test_deit_s_leaks_photographs_in_float32(photographs: Photographs) -> None:
     reconstruction = PatchGradient()(seen(base.model, images, PatchGradient()))
     assert psnr(reconstruction, images).min() > 55
     twin = base.with_block("april")
-    with pytest.warns(PrivlabWarning, match="768 values are projected to width 384"):
+    with pytest.warns(PrivlabWarning, match=r"768.*384"):
         april = psnr(April()(seen(twin.model, images, April())), images)
     assert 9 < april.mean() < 25
 
@@ -198,7 +198,7 @@ def test_trained_vit_ti_leaks_photographs_where_n_is_below_d(shared: Callable[[s
 
 def test_trained_vit_ti_at_224_pixels_has_more_tokens_than_width(shared: Callable[[str], Path]) -> None:
     base, images = trained(shared, "vit_ti", 224)
-    with pytest.warns(PrivlabWarning, match="196 tokens, but gradients of width 192"):
+    with pytest.warns(PrivlabWarning, match=r"196.*192"):
         reconstruction = PatchGradient()(seen(base.model, images, PatchGradient()))
     assert 20 < psnr(reconstruction, images).mean() < 45
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import CocktailParty, HeadInversion
-from privlab.attacks.baselines.cocktail_party import unmix
+from privlab.attacks.baselines.cocktail_party import _unmix
 from privlab.base import PrivlabError, linear_sum_assignment
 from privlab.images import Preprocessing, open_images
 from privlab.release import observe, observe_updates, told_images
@@ -56,7 +56,7 @@ def assigned(found: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_independent_features_come_back_with_scale_and_sign() -> None:
     f, labels = factorial(8), torch.randint(20, (8,), generator=draw())
-    found = unmix(*released(head_of(20, 256), f, labels), 8, draw(), 500)
+    found = _unmix(*released(head_of(20, 256), f, labels), 8, draw(), 500)
     assert_close(assigned(found, f)[0], torch.zeros(8).double(), atol=1e-8, rtol=0)
 
 
@@ -66,27 +66,27 @@ def test_classes_that_occur_twice_are_no_obstacle() -> None:
     head = head_of(9, 256)
     G, h = released(head, f, labels)
     assert len(told_images(head, {"head.weight": G, "head.bias": h}, 8).labels) == 0
-    assert assigned(unmix(G, h, 8, draw(), 500), f)[0].max() < 1e-8
+    assert assigned(_unmix(G, h, 8, draw(), 500), f)[0].max() < 1e-8
 
 
 def test_the_more_samples_the_nearer() -> None:
     errors = []
     for width in (200, 20000):
         f = -torch.rand(6, width, generator=draw(), dtype=torch.float64).log()
-        found = unmix(*released(head_of(12, width), f, torch.arange(6)), 6, draw(), 500)
+        found = _unmix(*released(head_of(12, width), f, torch.arange(6)), 6, draw(), 500)
         errors.append(float(assigned(found, f)[0].median()))
     assert errors[1] < 0.03 < errors[0] / 2
 
 
 def test_normal_features_are_not_unmixed() -> None:
     f = torch.randn(6, 2000, generator=draw(), dtype=torch.float64)
-    found = unmix(*released(head_of(12, 2000), f, torch.arange(6)), 6, draw(), 500)
+    found = _unmix(*released(head_of(12, 2000), f, torch.arange(6)), 6, draw(), 500)
     assert assigned(found, f)[1].median() < 0.9
 
 
 def test_no_more_sources_than_the_gradient_has_rank() -> None:
     f, labels = factorial(8), torch.arange(8) % 4
-    assert len(unmix(*released(head_of(4, 256), f, labels), 8, draw(), 500)) == 3  # C − 1
+    assert len(_unmix(*released(head_of(4, 256), f, labels), 8, draw(), 500)) == 3  # C − 1
 
 
 def seen_of(model: VictimModel, images: Tensor, labels: list[int], client: Client | None = None) -> Observation:
@@ -121,16 +121,16 @@ def test_beyond_the_rank(tiny_model: Model, crops: Tensor) -> None:
 
 def test_what_it_refuses(tiny_model: Model, crops: Tensor) -> None:
     client = Client(lr=0.1, images=2, steps=3)
-    with pytest.raises(PrivlabError, match=r"Found 2 images, client\.steps=3 and client\.trains=all"):
+    with pytest.raises(PrivlabError, match=r"2.*client\.steps=3.*client\.trains=all"):
         BRIEF(seen_of(tiny_model(), crops[:2].double(), [1, 5], client))
     model = tiny_model()
     seen = seen_of(model, crops[:1].double(), [1])
     model.vit.add_module("head", nn.Sequential(model.vit.head))
     with pytest.raises(PrivlabError, match="Found Sequential"):
         BRIEF(seen)
-    with pytest.raises(PrivlabError, match="iterations of cocktail-party must be at least 1"):
+    with pytest.raises(PrivlabError, match=r"cocktail-party.*1"):
         CocktailParty(iterations=0)
-    with pytest.raises(PrivlabError, match="tv of cocktail-party must be at least 0"):
+    with pytest.raises(PrivlabError, match=r"cocktail-party.*0"):
         CocktailParty(tv=-1.0)
 
 
@@ -156,7 +156,7 @@ def test_features_of_a_trained_vit(shared: Callable[[str], Path], caplog: pytest
             rows = torch.randperm(500, generator=draw(count + 1000 * number))[:count]
             G, h = released(head, f[rows], labels[rows])
             own = labels[rows]
-            guesses = {"cocktail-party": unmix(G, h, count, draw(), 500), "G_c / h_c": G[own] / h[own, None]}
+            guesses = {"cocktail-party": _unmix(G, h, count, draw(), 500), "G_c / h_c": G[own] / h[own, None]}
             for name, guess in guesses.items():
                 scores.setdefault(name, []).append(torch.stack(assigned(guess, f[rows])))
         for name, of in scores.items():

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import CutMixCompletion, LeastSquares
-from privlab.attacks.features.cutmix_completion import _Search, complete, fill, origins, rectangles
+from privlab.attacks.features.cutmix_completion import _origins, _Search, complete, fill, rectangles
 from privlab.base import PrivlabError
 from privlab.defenses import Blur, CutMix
 from privlab.metrics import psnr
@@ -118,7 +118,7 @@ def test_a_rectangle_is_set_to_the_best_over_those_of_the_others(photographs: Ph
 def test_the_origin_of_each_pixel_is_found(photographs: Photographs, seed: int) -> None:
     shown, true = mixed(photographs(4, 20).double(), seed)
     assert (true != torch.arange(4)[:, None, None]).any()
-    assert torch.equal(origins(shown, HALF, 0.07, 0.29, 15), true)
+    assert torch.equal(_origins(shown, HALF, 0.07, 0.29, 15), true)
 
 
 def test_more_starts_find_no_less_likely_origins(photographs: Photographs) -> None:
@@ -127,12 +127,12 @@ def test_more_starts_find_no_less_likely_origins(photographs: Photographs) -> No
     ends = [search.run(start) for start in range(12)]
     assert len({str(end) for end in ends}) > 1
     best = max(ends, key=search.likelihood)
-    assert torch.equal(origins(shown, HALF, 0.07, 0.29, 12), search.origins(best))
-    assert torch.equal(origins(shown, HALF, 0.07, 0.29, 1), search.origins(ends[0]))
+    assert torch.equal(_origins(shown, HALF, 0.07, 0.29, 12), search.origins(best))
+    assert torch.equal(_origins(shown, HALF, 0.07, 0.29, 1), search.origins(ends[0]))
 
 
 def test_there_is_a_start() -> None:
-    with pytest.raises(PrivlabError, match="starts of cutmix-completion must be at least 1"):
+    with pytest.raises(PrivlabError, match=r"cutmix-completion.*1"):
         CutMixCompletion(starts=0)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.features.depth_optimisation import MOST_IMAGES, RIDGE, DepthOptimisation, fit_rows
+from privlab.attacks.features.depth_optimisation import MOST_IMAGES, RIDGE, DepthOptimisation, _fit_rows
 from privlab.attacks.solvers import patch_statistics
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import RowPermutation
@@ -33,7 +33,7 @@ def seen_of(model: VictimModel, images: Tensor, public: Tensor, cut_layer: int, 
     return observe_features(model, sent, stack, public, cut_layer)
 
 
-@pytest.mark.parametrize("cut_layer", [0, 1, DEPTH])
+@pytest.mark.parametrize("cut_layer", [0, pytest.param(1, marks=pytest.mark.slow), DEPTH])
 def test_the_search_improves_on_its_start_at_any_depth(tiny_model: Make, crops: Tensor, cut_layer: int) -> None:
     """A square projection loses nothing; the weights of the blocks are enlarged, so that these are far from linear."""
     model, private = tiny_model(embed_dim=48, depth=DEPTH, num_heads=4), crops[:6].double()
@@ -57,7 +57,7 @@ def test_it_takes_the_steps_of_its_objective(tiny_model: Make, crops: Tensor, cu
     μ, S = patch_statistics(model, public)
     values, V = torch.linalg.eigh(S)
     half = V * values.sqrt()
-    coefficients, _ = fit_rows(model, public, cut_layer)
+    coefficients, _ = _fit_rows(model, public, cut_layer)
     start = torch.cat([torch.ones(3, 16, 1).double(), seen.features[:, 1:]], 2) @ coefficients
     v = torch.linalg.solve(half, (start - μ).mT).mT.requires_grad_()
     adam = torch.optim.Adam([v], lr=attack.learning_rate)
@@ -85,7 +85,7 @@ def test_the_start_is_the_ridge_regression_of_patches_on_rows(tiny_model: Make, 
     penalty = np.sqrt(RIDGE * Z.var(0).mean() * len(Z)) * np.eye(Z.shape[1])
     A = np.block([[np.ones((len(Z), 1)), Z], [np.zeros((len(penalty), 1)), penalty]])
     expected = np.linalg.lstsq(A, np.concatenate([X, np.zeros((len(penalty), X.shape[1]))]), rcond=None)[0]
-    found, variance = fit_rows(model, public, cut_layer)
+    found, variance = _fit_rows(model, public, cut_layer)
     assert_close(found.numpy(), expected, atol=1e-7, rtol=1e-7)
     assert variance == pytest.approx(Z.var(0).mean())
 
@@ -93,7 +93,7 @@ def test_the_start_is_the_ridge_regression_of_patches_on_rows(tiny_model: Make, 
 def test_the_start_is_fitted_to_the_first_public_images(tiny_model: Make) -> None:
     public = torch.rand(MOST_IMAGES + 3, 3, 16, 16, generator=Generator().manual_seed(0)).double()
     model = tiny_model(embed_dim=32)
-    assert_close(fit_rows(model, public, 1)[0], fit_rows(model, public[:MOST_IMAGES], 1)[0])
+    assert_close(_fit_rows(model, public, 1)[0], _fit_rows(model, public[:MOST_IMAGES], 1)[0])
 
 
 def test_images_are_solved_one_by_one_and_the_model_is_left_as_it_is(tiny_model: Make, crops: Tensor) -> None:
@@ -107,7 +107,7 @@ def test_images_are_solved_one_by_one_and_the_model_is_left_as_it_is(tiny_model:
 
 def test_moved_rows_are_warned_of(tiny_model: Make, crops: Tensor) -> None:
     seen = seen_of(tiny_model(depth=DEPTH), crops[:2].double(), crops[8:12].double(), 1, RowPermutation())
-    with pytest.warns(PrivlabWarning, match="depth-optimisation takes the rows of what is sent for unmoved"):
+    with pytest.warns(PrivlabWarning, match="depth-optimisation"):
         DepthOptimisation(steps=0)(seen)
 
 

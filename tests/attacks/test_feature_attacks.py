@@ -377,8 +377,8 @@ def test_what_cannot_be_attacked_is_refused(
     ("make", "message"),
     [
         (lambda: BorderJigsaw(rounds=-1), "at least 0. Found -1"),
-        (lambda: RowAlignment(iterations=0), "Found iterations 0"),
-        (lambda: ColumnStatistics(ridge=0.0), "must be positive. Found 0.0"),
+        (lambda: RowAlignment(iterations=0), "iterations of row-alignment must be at least 1. Found 0"),
+        (lambda: ColumnStatistics(ridge=0.0), "must be above 0 and finite. Found 0.0"),
     ],
 )
 def test_bad_options_are_refused(make: Callable[[], FeatureAttack], message: str) -> None:

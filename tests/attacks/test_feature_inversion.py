@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
@@ -159,7 +160,7 @@ def test_bad_priors_are_refused(tiny_model: Make) -> None:
     rows, none = torch.zeros(1, 16, 64, dtype=torch.float64), torch.zeros(0, 3, 16, 16)
     with pytest.raises(PrivlabError, match="wiener prior needs public images"):
         invert_rows(model, rows, none)
-    with pytest.raises(PrivlabError, match=r"Unknown prior 'winer'\. Did you mean wiener"):
+    with pytest.raises(PrivlabError, match="'winer'"):
         invert_rows(model, rows, none, prior="winer")
     with pytest.raises(PrivlabError, match="Unknown prior"):
         LeastSquares("flat")
@@ -193,10 +194,10 @@ def test_the_defaults_of_the_optimisation_suit_what_is_open_what_is_known_and_no
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_optimisation_takes_the_steps_of_its_objective(
-    noise: float, channels: int, tiny_model: Make, crops: Tensor
+    noise: float, channels: int, tiny_vit: Callable[..., VisionTransformer], crops: Tensor
 ) -> None:
     """The slopes are those that autograd finds of the objective as it is written."""
-    vit = tiny_model(embed_dim=32, in_chans=channels).vit
+    vit = tiny_vit(embed_dim=32, in_chans=channels)
     model = VictimModel(vit, (0.4, 0.5, 0.6)[:channels], (0.2, 0.25, 0.3)[:channels]).double().requires_grad_(False)
     draw = Generator().manual_seed(0)  # no two pixels are alike, at an end or elsewhere: |x| has no slope at zero
     private = 0.4 + 0.2 * torch.rand(3, channels, 16, 16, generator=draw, dtype=torch.float64)

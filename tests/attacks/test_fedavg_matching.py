@@ -147,7 +147,7 @@ def test_labels_of_a_round(tiny_model: Model) -> None:
     client = Client(lr=0.01, images=3, batch_size=1, epochs=2)
     seen = sent(model, client, pictures(3), [5, 2, 2])
     assert labels_of_round(model, {name: u[0] for name, u in seen.gradients.items()}, client) == [2, 2, 5]
-    with pytest.raises(PrivlabError, match=r"update of head\.bias is not released"):
+    with pytest.raises(PrivlabError, match=r"head\.bias"):
         labels_of_round(model, {"pos_embed": seen.gradients["pos_embed"][0]}, client)
 
 
@@ -159,15 +159,15 @@ def test_what_it_refuses(tiny_model: Model) -> None:
         FedavgMatching()(sent(model, Client(dropout=0.1), image, [1]))
     with pytest.raises(PrivlabError, match=r"Found client\.drop_path=0\.1"):
         FedavgMatching()(sent(model, Client(drop_path=0.1), image, [1]))
-    with pytest.raises(PrivlabError, match="needs the update of a client"):
+    with pytest.raises(PrivlabError, match="update"):
         FedavgMatching()(observe(model, image, torch.tensor([1]), released_parameters(model)))
-    with pytest.raises(PrivlabError, match="start=grey cannot separate the 2 images"):
+    with pytest.raises(PrivlabError, match=r"start=grey.*2"):
         FedavgMatching(start="grey")(sent(model, Client(images=2), pictures(2), [1, 2]))
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"optimiser": "sgd"}, "optimiser of fedavg-matching"),
         ({"start": "auto"}, "start of fedavg-matching"),
         ({"steps": -1}, "steps of fedavg-matching must be at least 0"),
-        ({"lr": 0.0}, "lr of fedavg-matching must be a finite number > 0"),
+        ({"lr": 0.0}, "lr of fedavg-matching must be above 0"),
         ({"tv": -1.0}, "tv of fedavg-matching must be at least 0"),
         ({"invariance": float("inf")}, "invariance of fedavg-matching must be at least 0"),
     )

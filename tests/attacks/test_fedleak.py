@@ -112,10 +112,10 @@ def test_several_images_of_a_round_are_as_many_as_they_were(tiny_model: Model) -
 
 def test_what_it_refuses() -> None:
     for options, message in (
-        ({"objective": "likelihood"}, "fedleak compares gradients by cosine or l2"),
+        ({"objective": "likelihood"}, "objective of fedleak"),
         ({"share": 0.0}, r"share of fedleak must be in \(0, 1\]"),
         ({"flat": -1.0}, "flat of fedleak must be at least 0"),
-        ({"steps": -1}, "fedleak takes steps"),
+        ({"steps": -1}, "steps of fedleak must be at least 0"),
     ):
         with pytest.raises(PrivlabError, match=message):
             replace(FedLeak(), **options)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.rows import known_tokens
-from privlab.attacks.tokens import group_patches, memberships
+from privlab.attacks.tokens.grouping import _group_patches, _memberships
 from privlab.base import PrivlabError
 from privlab.metrics import assign_images, in_best_order, psnr
 from privlab.release import gradient_capabilities, observe, released_parameters
@@ -49,7 +49,7 @@ def test_attention_says_what_belongs_together(
     block.get_submodule("attn.proj").register_forward_pre_hook(lambda _, args: read.append(args[0]))
     block(z)
     z, mixed = ([rows[:, p:].flatten(0, 1), rows[:, :p].flatten(0, 1)] for rows in (z, read[0]))
-    share = memberships(block, known_tokens(model)[0], z[0], torch.cat(z), torch.cat(mixed), images)
+    share = _memberships(block, known_tokens(model)[0], z[0], torch.cat(z), torch.cat(mixed), images)
     image = torch.arange(images).repeat_interleave(16)
     asking = torch.cat([image, torch.arange(images)[: images * p]])
     assert_close(share, (asking[:, None] == image).double(), atol=1e-5, rtol=0)
@@ -71,8 +71,8 @@ def test_tokens_that_hear_few_others_are_grouped_in_spite_of_float32(
     block(z)
     z, mixed = (rows * (1 + 1e-7 * torch.randn(rows.shape, dtype=rows.dtype, generator=rng)) for rows in (z, read[0]))
     z, mixed = (torch.cat([rows[:, 1:].flatten(0, 1), rows[:, 0]]) for rows in (z, mixed))
-    share = memberships(block, known_tokens(model)[0], z[:48], z, mixed, 3)
-    group = group_patches(share[:48], torch.arange(16).repeat(3), 3).view(3, 16)
+    share = _memberships(block, known_tokens(model)[0], z[:48], z, mixed, 3)
+    group = _group_patches(share[:48], torch.arange(16).repeat(3), 3).view(3, 16)
     assert sorted(group[:, 0].tolist()) == [0, 1, 2]
     assert (group == group[:, :1]).all()
 
@@ -82,7 +82,7 @@ def test_votes_that_contradict_are_counted() -> None:
     image, slot = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1]), torch.arange(4).repeat_interleave(2)
     share = (image[:, None] == image).double()
     share[0, 1] = share[1, 0] = 1
-    group = group_patches(share, slot, 2)
+    group = _group_patches(share, slot, 2)
     assert torch.equal(group, image) or torch.equal(group, 1 - image)
 
 
@@ -93,16 +93,16 @@ def test_votes_of_a_group_overrule_the_patch_that_stood_for_it() -> None:
     said = torch.tensor([1, 0, 1, 0.05, 1, 0.05, 1, 0.05], dtype=torch.float64)
     share[0], share[:, 0] = said, said
     share[1, 2:4] = share[2:4, 1] = 0.5
-    assert torch.equal(group_patches(share, slot, 2), image)
+    assert torch.equal(_group_patches(share, slot, 2), image)
 
 
 def test_slots_that_are_alike_are_shared_out_evenly() -> None:
     image = torch.tensor([0, 0, 1, 1, 1, 0])
     share = (image[:, None] == image).double()
     share[4] = share[:, 4] = 0.5  # says nothing, and there is but one place left
-    group = group_patches(share, torch.full((6,), -1), 2, alike=3)
+    group = _group_patches(share, torch.full((6,), -1), 2, alike=3)
     assert torch.equal(group, image) or torch.equal(group, 1 - image)
-    assert group_patches(share[:0, :0], image[:0], 2).shape == (0,)
+    assert _group_patches(share[:0, :0], image[:0], 2).shape == (0,)
 
 
 @pytest.mark.parametrize("embedded", ["learn", "none"])
@@ -132,7 +132,7 @@ def test_what_several_images_need(tiny_vit: Callable[..., VisionTransformer]) ->
     vit.patch_embed.proj.weight.requires_grad_(False)
     model = model_of(vit)
     check_capabilities(TokenSeparation(), gradient_capabilities(model, (), 2))
-    with pytest.raises(PrivlabError, match="2 images in one gradient, and a frozen patch embedding"):
+    with pytest.raises(PrivlabError, match=r"2.*embedding"):
         TokenSeparation()(together(model, draw(2, 3, 16, 16), TokenSeparation.parameters))
 
 

@@ -53,6 +53,11 @@ def seen_of(
     return observe_features(model, sent, stack, public), sent
 
 
+def public_side(model: VictimModel, defense: Parts, public: Tensor, cut_layer: int = 0) -> FeatureObservation:
+    """Return a release of which all but the features counts."""
+    return FeatureObservation(model, torch.zeros(0, 1, 1), defense, public, frozenset(), cut_layer)
+
+
 # What the adversary makes itself
 
 
@@ -126,7 +131,8 @@ def test_a_decoder_learns(
     private, public = crops[:64], crops[64:]
     (attack,) = (each for each in ATTACKS if each.kind == kind)
     spec = attack(width=64, depth=1, steps=steps).spec
-    decoder = train_decoder(model, (), public, spec, progress=seen.append)
+    with listening(seen.append):
+        decoder = train_decoder(public_side(model, (), public), spec)
     assert seen[-1].loss < falls_to * seen[0].loss
     with torch.no_grad():
         images, _ = decoder.reconstruct(make_release(model, (), private.double(), Generator()).features, "kept")
@@ -203,17 +209,17 @@ def test_whitening_whitens() -> None:
 def test_public_images_are_mirrored_and_rolled(tiny_model: Make, crops: Tensor) -> None:
     """Augmented images are those that went in, moved around the border; without augmentation they stay."""
     model = tiny_model()
-    plain = Inversion(model, (), crops, spec_of("mae", augment=False), "x").batch(torch.arange(8), Generator())
-    moved = Inversion(model, (), crops, spec_of("mae"), "x").batch(torch.arange(8), Generator().manual_seed(3))
+    plain = Inversion(public_side(model, (), crops), spec_of("mae", augment=False)).batch(torch.arange(8), Generator())
+    moved = Inversion(public_side(model, (), crops), spec_of("mae")).batch(torch.arange(8), Generator().manual_seed(3))
     assert_close(plain[2], crops[:8])
     assert not torch.equal(moved[2], plain[2])
     assert_close(moved[2].flatten(1).sort(1).values, plain[2].flatten(1).sort(1).values)
 
 
 def test_bad_decoders_are_refused(tiny_model: Make) -> None:
-    with pytest.raises(PrivlabError, match=r"Unknown decoder 'may'\. Did you mean mae"):
+    with pytest.raises(PrivlabError, match="'may'"):
         spec_of("may")
-    with pytest.raises(PrivlabError, match=r"width of a decoder must be a multiple of 32\. Found 40"):
+    with pytest.raises(PrivlabError, match=r"multiple.*32.*40"):
         DECODERS["set"](Shape.of(tiny_model()), 40, 1)
 
 
@@ -225,9 +231,9 @@ SHORT = Plan(steps=3, batch_size=8)
 def test_a_decoder_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path) -> None:
     spec, heard = spec_of("mae", plan=SHORT), list[TrainingProgress]()
     with listening(heard.append):
-        first = decoder_for(tiny_model(), (RowPermutation(),), crops, spec)
+        first = decoder_for(public_side(tiny_model(), (RowPermutation(),), crops), spec)
         assert len(heard) == 1
-        again = decoder_for(tiny_model(), (RowPermutation(),), crops.clone(), spec)
+        again = decoder_for(public_side(tiny_model(), (RowPermutation(),), crops.clone()), spec)
     assert len(heard) == 1
     assert not again.training
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
@@ -238,24 +244,24 @@ def test_a_decoder_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path)
 def test_the_key_covers_all_that_shapes_a_decoder(tiny_model: Make, crops: Tensor) -> None:
     model, spec = tiny_model(), spec_of("mae")
     keys = {
-        decoder_key(model, (), crops, spec),
-        decoder_key(tiny_model(seed=1), (), crops, spec),
-        decoder_key(model, (GaussianNoise(0.5),), crops, spec),
-        decoder_key(model, (GaussianNoise(0.4),), crops, spec),
-        decoder_key(model, (GaussianNoise(0.5), RowPermutation()), crops, spec),
-        decoder_key(model, (), crops[1:], spec),
-        decoder_key(model, (), crops, spec_of("set")),
-        decoder_key(model, (), crops, spec_of("mae", plan=SHORT)),
+        decoder_key(public_side(model, (), crops), spec),
+        decoder_key(public_side(tiny_model(seed=1), (), crops), spec),
+        decoder_key(public_side(model, (GaussianNoise(0.5),), crops), spec),
+        decoder_key(public_side(model, (GaussianNoise(0.4),), crops), spec),
+        decoder_key(public_side(model, (GaussianNoise(0.5), RowPermutation()), crops), spec),
+        decoder_key(public_side(model, (), crops[1:]), spec),
+        decoder_key(public_side(model, (), crops), spec_of("set")),
+        decoder_key(public_side(model, (), crops), spec_of("mae", plan=SHORT)),
     }
     assert len(keys) == 8
-    assert decoder_key(model, (), crops, spec, 0) in keys
-    assert decoder_key(model, (), crops, spec, 1) not in keys
+    assert decoder_key(public_side(model, (), crops, 0), spec) in keys
+    assert decoder_key(public_side(model, (), crops, 1), spec) not in keys
 
 
 def test_decoders_of_two_cuts_are_two(tiny_model: Make, crops: Tensor, cache: Path) -> None:
     """Each whitens the rows behind its own number of blocks."""
     model, spec = tiny_model(depth=2), spec_of("token", plan=SHORT)
-    made = [decoder_for(model, (), crops, spec, cut_layer) for cut_layer in (0, 1, 2)]
+    made = [decoder_for(public_side(model, (), crops, cut_layer), spec) for cut_layer in (0, 1, 2)]
     assert len(list(cache.iterdir())) == 3
     for cut_layer, decoder in enumerate(made):
         rows = model.client_blocks(model.embed(crops.double()), cut_layer).flatten(0, 1)
@@ -265,18 +271,18 @@ def test_decoders_of_two_cuts_are_two(tiny_model: Make, crops: Tensor, cache: Pa
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
 def test_a_damaged_or_foreign_file_is_trained_anew(tiny_model: Make, crops: Tensor, cache: Path, damage: str) -> None:
     spec = spec_of("token", plan=SHORT)
-    good = decoder_for(tiny_model(), (), crops, spec)
+    good = decoder_for(public_side(tiny_model(), (), crops), spec)
     (path,) = cache.iterdir()
     content = path.read_bytes()
     if damage == "foreign":
-        decoder_for(tiny_model(), (GaussianNoise(),), crops, spec)
+        decoder_for(public_side(tiny_model(), (GaussianNoise(),), crops), spec)
         (other,) = set(cache.iterdir()) - {path}
         path.write_bytes(other.read_bytes())
     else:
         path.write_bytes(content[:-9] if damage == "cut" else content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     heard: list[TrainingProgress] = []
-    with pytest.warns(PrivlabWarning, match="damaged or foreign: it is trained anew"):
-        anew = decoder_for(tiny_model(), (), crops, spec, progress=heard.append)
+    with pytest.warns(PrivlabWarning, match="trained"), listening(heard.append):
+        anew = decoder_for(public_side(tiny_model(), (), crops), spec)
     assert len(heard) == 1
     assert path.read_bytes() == content
     assert all(torch.equal(a, b) for a, b in zip(good.parameters(), anew.parameters(), strict=True))
@@ -284,13 +290,13 @@ def test_a_damaged_or_foreign_file_is_trained_anew(tiny_model: Make, crops: Tens
 
 def test_a_store_that_cannot_be_written_costs_a_warning(tiny_model: Make, crops: Tensor, cache: Path) -> None:
     cache.write_text("a file is in the way")
-    with pytest.warns(PrivlabWarning, match="The decoder cannot be kept in .*: it will be trained again"):
-        decoder_for(tiny_model(), (), crops, spec_of("conv", plan=SHORT))
+    with pytest.warns(PrivlabWarning, match="trained"):
+        decoder_for(public_side(tiny_model(), (), crops), spec_of("conv", plan=SHORT))
 
 
 def test_few_public_images_are_warned_of(tiny_model: Make, crops: Tensor) -> None:
-    with pytest.warns(PrivlabWarning, match="trained on 5 public images is poor: .* no evidence of privacy"):
-        decoder_for(tiny_model(), (), crops[:5], spec_of("conv", plan=SHORT))
+    with pytest.warns(PrivlabWarning, match=r"5.*evidence"):
+        decoder_for(public_side(tiny_model(), (), crops[:5]), spec_of("conv", plan=SHORT))
 
 
 def test_the_store_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,18 +12,18 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import LearningToInvert
-from privlab.attacks.decoders import gradients as of_gradients
-from privlab.attacks.decoders import own_releases, slots_of
+from privlab.attacks.decoders import Shape
+from privlab.attacks.published import learning_to_invert
+from privlab.attacks.published.learning_to_invert import READ, GradientDecoder, _own_releases, _slots_of
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import GradientNoise, GradientSign, Mjp
 from privlab.metrics import psnr
 from privlab.patches import patchify
-from privlab.release import gradient_capabilities, observe, per_sample_gradients
+from privlab.release import gradient_capabilities, observe, released_gradients
 from privlab.threat import Feed, Observation, check_capabilities
 from privlab.victims import VictimModel
 
 Make = Callable[..., VictimModel]
-READ = ("pos_embed", "patch_embed.proj.weight")
 SMALL = LearningToInvert(width=32, depth=1, releases=64, steps=2, batch_size=32)
 
 pytestmark = pytest.mark.filterwarnings("ignore:A decoder trained on")
@@ -49,11 +49,13 @@ def seen_of(
 def test_own_releases_are_those_of_clients(tiny_model: Make, crops: Tensor) -> None:
     """They are of the class that the model predicts; each image comes in turn."""
     model, public = tiny_model(), crops[:5].double()
-    slots, images = own_releases(model, (GradientSign(),), public, LearningToInvert(releases=64, augment=False).spec)
+    slots, images = _own_releases(
+        seen_of(model, public[:1], public, (GradientSign(),)), LearningToInvert(releases=64, augment=False).spec
+    )
     assert_close(images.double(), public[torch.arange(64) % 5], atol=1e-6, rtol=0)
     for i in (0, 3, 8):
         image = public[i % 5 : i % 5 + 1]
-        plain = per_sample_gradients(model, Feed.undefended(image, model.patch), model(image).argmax(1), READ)
+        plain = released_gradients(model, Feed.undefended(image, model.patch), model(image).argmax(1), READ)
         A, G = plain["pos_embed"][0, 0, 1:].sign(), plain["patch_embed.proj.weight"][0].flatten(1).sign()
         D = A.shape[1]
         assert_close(slots[i, :, :D].double(), A)
@@ -65,7 +67,9 @@ def test_own_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -
     model, public = tiny_model(), crops[:2].double()
     noise = (GradientNoise(clip=1.0, multiplier=1.0),)
     plans = [LearningToInvert(releases=64, augment=False, seed=seed).spec for seed in (0, 0, 1)]
-    (one, _), (again, _), (other, _) = (own_releases(model, noise, public, plan) for plan in plans)
+    (one, _), (again, _), (other, _) = (
+        _own_releases(seen_of(model, public[:1], public, noise), plan) for plan in plans
+    )
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
     assert not torch.equal(one[0], one[2])
@@ -73,7 +77,9 @@ def test_own_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -
 
 def test_images_are_mirrored_and_rolled_from_their_second_release_on(tiny_model: Make, crops: Tensor) -> None:
     public = crops[:64].double()
-    _, images = own_releases(tiny_model(), (GradientSign(),), public, LearningToInvert(releases=128).spec)
+    _, images = _own_releases(
+        seen_of(tiny_model(), public[:1], public, (GradientSign(),)), LearningToInvert(releases=128).spec
+    )
     assert_close(images[:64].double(), public, atol=1e-6, rtol=0)
     assert not torch.equal(images[64:], images[:64])
     assert_close(images[64:].sum((2, 3)), images[:64].sum((2, 3)), rtol=1e-4, atol=1e-3)
@@ -82,8 +88,9 @@ def test_images_are_mirrored_and_rolled_from_their_second_release_on(tiny_model:
 def test_defenses_on_images_act_before_the_step(tiny_model: Make, crops: Tensor) -> None:
     """Masked slots have no gradient of a position embedding; the wanted image is the one before the defense."""
     model, public = tiny_model(), crops[:8].double()
-    slots, images = own_releases(
-        model, (Mjp(gamma=0.5), GradientSign()), public, LearningToInvert(releases=64, augment=False).spec
+    slots, images = _own_releases(
+        seen_of(model, public[:1], public, (Mjp(gamma=0.5), GradientSign())),
+        LearningToInvert(releases=64, augment=False).spec,
     )
     assert ((slots[:, :, : model.vit.embed_dim] == 0).all(2).float().mean(1) > 0).all()
     assert_close(images[:8].double(), public, atol=1e-6, rtol=0)
@@ -94,7 +101,7 @@ def test_defenses_on_images_act_before_the_step(tiny_model: Make, crops: Tensor)
 
 def test_a_slot_reads_its_gradients_and_a_ridge_solution(tiny_model: Make, crops: Tensor) -> None:
     seen = seen_of(tiny_model(), crops[:3].double(), None, ())
-    found = slots_of(seen.model, seen.gradients).numpy()
+    found = _slots_of(seen.model, seen.gradients).numpy()
     for i in range(3):
         a = seen.gradients["pos_embed"][i, 0, 1:].numpy()
         g = seen.gradients["patch_embed.proj.weight"][i].flatten(1).numpy()
@@ -107,21 +114,27 @@ def test_a_slot_reads_its_gradients_and_a_ridge_solution(tiny_model: Make, crops
         np.testing.assert_allclose(found[i], np.concatenate([a, sums, ridge, logs], 1), rtol=1e-4, atol=1e-4)
 
 
+def untrained(model: VictimModel, crops: Tensor) -> tuple[GradientDecoder, Tensor]:
+    """Return a new decoder, which takes mean and deviation from own releases, and what slots read of these."""
+    slots, _ = _own_releases(seen_of(model, crops[:1].double(), crops[:64].double()), SMALL.spec)
+    decoder = GradientDecoder(Shape.of(model), SMALL.width, SMALL.depth)
+    decoder.fit(slots[:512])
+    return decoder, slots
+
+
 def test_what_a_slot_reads_is_standardised(tiny_model: Make, crops: Tensor) -> None:
-    model = tiny_model()
-    recipe = of_gradients.gradient_training(model, (GradientSign(),), crops[:64].double(), SMALL.spec, "")
-    slots = (recipe.inputs - recipe.model.mean) / recipe.model.deviation
+    decoder, slots = untrained(tiny_model(), crops)
+    slots = (slots - decoder.mean) / decoder.deviation
     assert_close(slots.mean((0, 1)), torch.zeros(slots.shape[2]), atol=1e-3, rtol=0)
     assert slots.std((0, 1)).max() < 1.01
 
 
 def test_a_decoder_puts_patches_into_their_slots(tiny_model: Make, crops: Tensor) -> None:
     """It starts at grey; slot n of what the last layer returns is patch n of the image."""
-    model = tiny_model()
-    recipe = of_gradients.gradient_training(model, (GradientSign(),), crops[:64].double(), SMALL.spec, "")
-    assert torch.equal(recipe.model(recipe.inputs[:2]), torch.full((2, 3, 16, 16), 0.5))
-    recipe.model.outwards.bias.data = torch.arange(48.0)
-    patches = patchify(recipe.model(recipe.inputs[:2]), 4)
+    decoder, slots = untrained(tiny_model(), crops)
+    assert torch.equal(decoder(slots[:2]), torch.full((2, 3, 16, 16), 0.5))
+    decoder.outwards.bias.data = torch.arange(48.0)
+    patches = patchify(decoder(slots[:2]), 4)
     assert_close(patches, (0.5 + torch.arange(48.0)).expand(2, 16, 48))
 
 
@@ -147,7 +160,7 @@ def test_a_decoder_is_trained_once(
     first = SMALL(seen)
     (path,) = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(of_gradients, "train", lambda *_, **__: pytest.fail("it is trained again"))
+        patch.setattr(learning_to_invert, "train", lambda *_, **__: pytest.fail("it is trained again"))
         assert torch.equal(SMALL(seen), first)
         for other in (seen_of(model, crops[:2].double(), public[1:]), seen_of(model, crops[:2].double(), public, ())):
             with pytest.raises(pytest.fail.Exception):
@@ -160,7 +173,7 @@ def test_a_decoder_is_trained_once(
 
 
 def test_it_warns_of_few_images(tiny_model: Make, crops: Tensor) -> None:
-    with pytest.warns(PrivlabWarning, match="trained on 64 public images is poor"):
+    with pytest.warns(PrivlabWarning, match=r"trained.*64"):
         SMALL(seen_of(tiny_model(), crops[:1].double(), crops[24:88].double()))
 
 
@@ -175,12 +188,12 @@ def test_it_needs_images_of_its_own(tiny_model: Make) -> None:
 
 
 def test_it_refuses_fewer_releases_than_a_batch() -> None:
-    with pytest.raises(PrivlabError, match=r"releases of learning-to-invert must be at least batch_size=64. Found 8"):
+    with pytest.raises(PrivlabError, match=r"learning-to-invert.*batch_size=64.*8"):
         LearningToInvert(releases=8)
 
 
 def test_it_refuses_grey_images(tiny_vit: Callable[..., VisionTransformer]) -> None:
     model = VictimModel(tiny_vit(in_chans=1), (0.5,), (0.5,)).double().requires_grad_(False)
     images = torch.rand(1, 1, 16, 16, generator=Generator().manual_seed(0), dtype=torch.float64)
-    with pytest.raises(PrivlabError, match=r"paints RGB images. Found a victim of 1 channels"):
+    with pytest.raises(PrivlabError, match=r"RGB.*1"):
         SMALL(seen_of(model, images, images))

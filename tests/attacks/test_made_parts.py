@@ -80,5 +80,5 @@ def test_what_is_neither_a_name_nor_installed_is_refused(options: dict[str, Any]
 
 
 def test_values_that_no_option_can_give_are_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"^odd: levels=\(1\.0, 2\.0\) is no option that a record can state"):
+    with pytest.raises(PrivlabError, match=r"levels=\(1\.0.*2\.0\)"):
         options_of(Odd())

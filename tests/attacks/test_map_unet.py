@@ -11,8 +11,8 @@ from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import MapInversion, MapUNet
-from privlab.attacks.decoders import UNet, correction, own_starts, started
-from privlab.attacks.features.map_unet import STARTS
+from privlab.attacks.features import map_unet
+from privlab.attacks.features.map_unet import STARTS, UNet, _correction_for, _own_starts, _started
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import GaussianNoise, RowPermutation
 from privlab.metrics import psnr
@@ -61,7 +61,7 @@ class OneColour(MapInversion):
 
 def test_it_reads_the_likeliest_image_and_its_start(tiny_model: Make, crops: Tensor) -> None:
     seen = seen_of(tiny_model(), crops[:3].double(), crops[24:88].double())
-    both = started(STARTS, seen)
+    both = _started(STARTS, seen)
     assert both.dtype == torch.float32
     assert_close(both[:, :3].double(), MapInversion()(seen).images, atol=1e-6, rtol=0)
     assert_close(both[:, 3:].double(), MapInversion(rounds=0)(seen).images, atol=1e-6, rtol=0)
@@ -69,7 +69,7 @@ def test_it_reads_the_likeliest_image_and_its_start(tiny_model: Make, crops: Ten
 
 def test_starts_get_a_few_public_images(tiny_model: Make, crops: Tensor) -> None:
     start = OneColour()
-    started((start,), seen_of(tiny_model(), crops[:3].double(), crops[24:].double()))
+    _started((start,), seen_of(tiny_model(), crops[:3].double(), crops[24:].double()))
     assert torch.equal(start.given[0].public, crops[24:88].double())
 
 
@@ -77,7 +77,7 @@ def test_own_releases_are_noisy_features_of_public_images(tiny_model: Make, crop
     """Each image comes in turn, and each time with new noise of the deviation that the defense has."""
     model, public, start = tiny_model(), crops[24:34].double(), OneColour()
     seen = seen_of(model, crops[:3].double(), public)
-    inputs, images = own_starts(seen, (start,), replace(SMALL, releases=40, augment=False).spec)
+    inputs, images = _own_starts(seen, (start,), replace(SMALL, releases=40, augment=False).spec)
     assert_close(images.double(), public[torch.arange(40) % 10], atol=1e-6, rtol=0)
     assert_close(inputs, torch.full_like(images, 0.25))
     features = torch.cat([given.features for given in start.given])
@@ -91,13 +91,13 @@ def test_own_releases_are_noisy_features_of_public_images(tiny_model: Make, crop
 def test_images_whose_rows_move_are_released_as_the_client_releases_them(tiny_model: Make, crops: Tensor) -> None:
     start = OneColour()
     seen = seen_of(tiny_model(), crops[:4].double(), crops[24:40].double(), (NOISE, ROWS))
-    own_starts(seen, (start,), replace(SMALL, releases=16, client_batch=5).spec)
+    _own_starts(seen, (start,), replace(SMALL, releases=16, client_batch=5).spec)
     assert [len(given.features) for given in start.given] == [5, 5, 5, 1]
 
 
 def test_images_are_mirrored_and_rolled_from_their_second_release_on(tiny_model: Make, crops: Tensor) -> None:
     seen = seen_of(tiny_model(), crops[:1].double(), crops[24:56].double())
-    _, images = own_starts(seen, (OneColour(),), replace(SMALL, releases=64).spec)
+    _, images = _own_starts(seen, (OneColour(),), replace(SMALL, releases=64).spec)
     assert_close(images[:32], crops[24:56].float(), atol=1e-6, rtol=0)
     assert not torch.equal(images[32:], images[:32])
     assert_close(images[32:].sum((2, 3)), images[:32].sum((2, 3)), rtol=1e-4, atol=1e-3)
@@ -150,14 +150,14 @@ def test_it_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path, monkey
     first = SMALL(seen).images
     (path,) = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(correction, "train", lambda *_, **__: pytest.fail("it is trained again"))
+        patch.setattr(map_unet, "train", lambda *_, **__: pytest.fail("it is trained again"))
         assert torch.equal(SMALL(seen).images, first)
         others = [replace(seen, public=public[1:]), replace(seen, defense=(GaussianNoise(std=0.2),))]
         for attack, other in ((SMALL, others[0]), (SMALL, others[1]), (replace(SMALL, steps=3), seen)):
             with pytest.raises(pytest.fail.Exception):
                 attack(other)
         with pytest.raises(pytest.fail.Exception):
-            correction.correction_for(seen, STARTS[:1], SMALL.spec)
+            _correction_for(seen, STARTS[:1], SMALL.spec)
     path.write_bytes(path.read_bytes()[:-1])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -172,7 +172,7 @@ def test_without_noise_there_is_nothing_to_correct(tiny_model: Make, crops: Tens
 
 
 def test_it_warns_of_few_images(tiny_model: Make, crops: Tensor) -> None:
-    with pytest.warns(PrivlabWarning, match="trained on 64 public images is poor"):
+    with pytest.warns(PrivlabWarning, match=r"trained.*64"):
         SMALL(seen_of(tiny_model(), crops[:1].double(), crops[24:88].double()))
 
 

@@ -213,7 +213,7 @@ def test_fill_is_the_least_energy_over_the_coefficients() -> None:
 
 @pytest.mark.parametrize("options", [{"rounds": -1}, {"steps": 0}])
 def test_options_out_of_range(options: dict[str, int]) -> None:
-    with pytest.raises(PrivlabError, match="rounds ≥ 0 and steps ≥ 1"):
+    with pytest.raises(PrivlabError, match="of mjp-subspace must be at least"):
         MjpSubspace(**options)  # pyright: ignore[reportArgumentType]
 
 

@@ -114,9 +114,9 @@ def test_two_rounds_determine_what_one_does_not(tiny_model: Model, photographs: 
 def test_rounds_of_other_images_are_refused(tiny_model: Model, photographs: Photographs) -> None:
     model = tiny_model(**SMALL)
     rounds = [seen_of(model, photographs(n, 4).double()) for n in (1, 2)]
-    with pytest.raises(PrivlabError, match=r"of_rounds takes rounds of the same images. Found \[1, 2\] releases."):
+    with pytest.raises(PrivlabError, match=r"of_rounds.*\[1.*2\]"):
         OrthogonalMatching().of_rounds(rounds)
-    with pytest.raises(PrivlabError, match=r"of_rounds takes rounds of the same images\. Found"):
+    with pytest.raises(PrivlabError, match="of_rounds"):
         OrthogonalMatching().of_rounds([])
 
 

@@ -196,7 +196,7 @@ def test_its_steps_end_where_the_objective_has_no_slope() -> None:
 
 @pytest.mark.parametrize("options", [{"rounds": -1}, {"steps": 0}, {"epsilon": 0.0}])
 def test_options_out_of_range(options: dict[str, float]) -> None:
-    with pytest.raises(PrivlabError, match="rounds ≥ 0, steps ≥ 1 and epsilon > 0"):
+    with pytest.raises(PrivlabError, match="of patch-gradient-adaptive must be"):
         PatchGradientAdaptive(**options)  # pyright: ignore[reportArgumentType]
 
 

@@ -15,8 +15,8 @@ from privlab.attacks.gradients.patch_gradient_prior import (
     _INTEGER_DISTANCE,
     _LEAST_CHECKS,
     Free,
+    _integers,
     _preconditioner,
-    whole,
 )
 from privlab.attacks.solvers import RTOL, Smoothness, photograph_gradients, slot_gradients
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
@@ -122,11 +122,11 @@ def test_whole_numbers_are_found_and_others_are_not(unknowns: int) -> None:
     truth = torch.randint(0, 256, (2, 120, 30), generator=draw).double()
     off = 5 * V @ torch.randn(2, unknowns, 30, dtype=torch.float64, generator=draw)
     still, variance = torch.zeros(2, 120).double(), torch.full((2, unknowns), 25.0).double()
-    found, fits = whole(truth + off, V, still, variance, 16)
+    found, fits = _integers(truth + off, V, still, variance, 16)
     assert fits.all()
     assert torch.equal(found, truth)
     uneven = truth + torch.rand(2, 120, 30, dtype=torch.float64, generator=draw) + off
-    assert not whole(uneven, V, still, variance, 16)[1].any()
+    assert not _integers(uneven, V, still, variance, 16)[1].any()
 
 
 def told(unknowns: int, off: float, unannounced: float = 0.0, seed: int = 1) -> float:
@@ -137,7 +137,7 @@ def told(unknowns: int, off: float, unannounced: float = 0.0, seed: int = 1) -> 
     C = off * torch.randn(1, unknowns, 200, dtype=torch.float64, generator=draw)
     noise = unannounced * torch.randn(1, 60, 200, dtype=torch.float64, generator=draw)
     still, variance = torch.zeros(1, 60).double(), torch.full((1, unknowns), off**2).double()
-    found, fits = whole(truth + V @ C + noise, V, still, variance, 16)
+    found, fits = _integers(truth + V @ C + noise, V, still, variance, 16)
     right = (found == truth).all(1)
     assert not (fits & ~right).any()
     return float((fits & right).double().mean())
@@ -158,7 +158,7 @@ def test_whole_values_are_tried_as_far_as_the_error_of_the_first_goes() -> None:
     )
     rounded, far = X.round(), torch.full((1, 1), 4200.0**2).double()
     expected = (X + V @ (V.mT @ (rounded - X))).round()
-    assert torch.equal(whole(X, V, torch.zeros(1, 49).double(), far, 16)[0], expected)
+    assert torch.equal(_integers(X, V, torch.zeros(1, 49).double(), far, 16)[0], expected)
 
 
 @pytest.mark.parametrize(("off", "fits"), [(0.13, True), (0.17, False)])
@@ -167,7 +167,7 @@ def test_what_is_a_seventh_of_a_level_off_passes_for_whole(off: float, *, fits: 
     X = torch.full((1, 80, 2), 100.0).double()
     X[:, ::2] += off
     X[:, 1::2] -= off
-    assert whole(X, V, torch.zeros(1, 80).double(), torch.ones(1, 1).double(), 16)[1].all() == fits
+    assert _integers(X, V, torch.zeros(1, 80).double(), torch.ones(1, 1).double(), 16)[1].all() == fits
 
 
 def test_random_values_do_not_pass_for_whole() -> None:
@@ -281,7 +281,7 @@ def test_under_mjp_it_is_the_plain_closed_form(narrow: VictimModel, photographs:
 
 @pytest.mark.parametrize("options", [{"rounds": 0}, {"steps": 0}, {"epsilon": 0.0}, {"levels": -1}, {"kept": 0}])
 def test_options_out_of_range(options: dict[str, float]) -> None:
-    with pytest.raises(PrivlabError, match="rounds, steps, kept and passes ≥ 1, levels ≥ 0 and epsilon > 0"):
+    with pytest.raises(PrivlabError, match="of patch-gradient-prior must be"):
         PatchGradientPrior(**options)  # pyright: ignore[reportArgumentType]
 
 

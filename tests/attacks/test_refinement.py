@@ -57,14 +57,15 @@ def test_the_jacobian_is_that_of_the_residuals(
     mlp, u, spans, _, _ = planted
     α, p = drawn(3, COUNT, seed=6), drawn(3, COUNT, seed=7)
     near = near_of(mlp, u[:3], 8) if guided else None
-    equations = _Equations.of(mlp, spans, α, near)
-    at = equations.at(α)
-    cost, g, N, q = at.cost(), equations.gradient(at), equations.normal(at), equations.product(at, p)
+    equations = _Equations.of(mlp, spans.take(None), α[None], near and near.take(None, None))
+    at, size = equations.at(α[None]), equations.size[0, 0, 0]
+    cost, g = at.cost()[0], equations.gradient(at)[0]
+    N, q = equations.normal(at)[0], equations.product(at, p[None])[0]
     for i in range(3):
-        own = None if near is None else near.take(torch.tensor([i]))
+        own = None if near is None else near.take(slice(None), slice(i, i + 1))
 
         def of(x: Tensor, own: Near | None = own) -> Tensor:
-            return residuals(mlp, spans, x, equations.size, own)
+            return residuals(mlp, spans, x, size, own)
 
         J, r = torch.as_tensor(torch.autograd.functional.jacobian(of, α[i])), of(α[i])
         assert_close(cost[i], r @ r)
@@ -101,8 +102,8 @@ def test_what_is_settled_lies_where_the_cost_on_all_units_is_least(
     found = settle(mlp, tilted, α, 40, near)
 
     def slope(α: Tensor) -> Tensor:
-        equations = _Equations.of(mlp, tilted, α, near)
-        return equations.gradient(equations.at(α)).norm(dim=1)
+        equations = _Equations.of(mlp, tilted.take(None), α[None], near and near.take(None, None))
+        return equations.gradient(equations.at(α[None]))[0].norm(dim=1)
 
     rough, coarse = roughen(mlp, tilted)
     ended = refine(rough, coarse, α.float(), 40, None if near is None else near.float()).double()

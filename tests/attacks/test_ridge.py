@@ -52,7 +52,7 @@ def test_the_ridge_is_the_epsilon_of_float32_and_damps_each_direction_as_stated(
 def test_limits_are_told_beyond_the_last_token_that_is_determined() -> None:
     A = torch.ones(1, 5, 6)
     warn_of_limits("some", A, most=5)
-    with pytest.warns(PrivlabWarning, match="some: 5 tokens, but gradients of width 6 determine at most 4"):
+    with pytest.warns(PrivlabWarning, match=r"5.*gradients.*6.*4"):
         warn_of_limits("some", A, most=4)
     A[:, 2] = 0
     warn_of_limits("some", A, most=5, knows_mask=True)

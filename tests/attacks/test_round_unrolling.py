@@ -216,7 +216,8 @@ def test_spans_hold_the_first_image_and_not_the_second(parts: Parts) -> None:
 def test_the_search_ends_at_the_first_image(parts: Parts) -> None:
     draw = Generator().manual_seed(0)
     options = {"starts": 16, "rounds": 30, "steps": 40, "tolerance": 1e-3}
-    few = separate(Mlp.of(parts.block), parts.G1, parts.G2, parts.count, draw, **options, most=3)
+    G1, G2 = parts.G1[None], parts.G2[None]
+    (few,) = separate(Mlp.of(parts.block), G1, G2, parts.count, [draw], **options, most=3)
     assert few.wanted == 3
     assert len(few.u) == 3
     off = torch.cdist(few.u, parts.u.flatten(0, 1)).min(1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import Spear, TokenSeparation
-from privlab.attacks.baselines.spear import disaggregate
+from privlab.attacks.baselines.spear import _disaggregate
 from privlab.attacks.tokens import Mlp
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.images import Preprocessing, open_images
@@ -50,7 +50,7 @@ def planted(seed: int = 0, tokens: int = 6, width: int = 16, hidden: int = 120) 
 def found_of(mlp: Mlp, u: Tensor, δ: Tensor, rounds: int = 40, **options: float) -> Tensor:
     settings = {"zeros": 0.2, "tolerance": 1e-6, "sure": 1e-3} | options
     draw = torch.Generator().manual_seed(3)
-    return disaggregate(mlp, δ.mT @ u, δ.sum(0), len(u), draw, 1000, rounds, **settings).u
+    return _disaggregate(mlp, δ.mT @ u, δ.sum(0), len(u), draw, 1000, rounds, **settings).u
 
 
 def test_planted_tokens_come_back_with_their_lengths() -> None:
@@ -82,19 +82,19 @@ def test_images_of_a_victim_with_relu_are_exact(tiny_model: Model, dtype: torch.
 def test_gelu_has_no_zeros_and_is_refused(tiny_model: Model) -> None:
     seen = seen_of(tiny_model(**FEW), pictures(1))
     assert Spear().beyond(seen) == "GELU leaves no exact zeros in a gradient"
-    with pytest.raises(PrivlabError, match=r"needs an MLP with ReLU, whose gradient has exact zeros\. Found GELU"):
+    with pytest.raises(PrivlabError, match=r"MLP.*ReLU.*GELU"):
         Spear()(seen)
 
 
 def test_missing_tokens_are_said(tiny_model: Model) -> None:
     model = tiny_model(act_layer=nn.ReLU, **FEW)
     seen = seen_of(model, pictures(1))
-    with pytest.warns(PrivlabWarning, match="0 of 5 tokens were found"):
+    with pytest.warns(PrivlabWarning, match=r"0.*5.*tokens"):
         made = Spear(starts=1, rounds=1)(seen)
     assert made.tokens is not None
     assert made.tokens.tolist() == [0]
     narrow = tiny_model(act_layer=nn.ReLU, embed_dim=4, num_heads=1, **FEW)
-    with pytest.warns(PrivlabWarning, match="0 of 5 tokens were found"):
+    with pytest.warns(PrivlabWarning, match=r"0.*5.*tokens"):
         Spear()(seen_of(narrow, pictures(1)))
 
 

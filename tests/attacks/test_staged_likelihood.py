@@ -10,8 +10,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradientAdaptive, StagedLikelihood
-from privlab.attacks.published.staged_likelihood import _stages
-from privlab.attacks.published.stages import Stage, _Gram
+from privlab.attacks.published.staged_likelihood import _Gram, _Stage, _stages
 from privlab.attacks.solvers import Likelihood, Smoothness, photograph_gradients
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, Mjp
@@ -30,9 +29,9 @@ def under(model: VictimModel, images: Tensor, *defense: GradientDefense) -> Obse
     return observe(model, images, LABELS[: len(images)], sorted(released_parameters(model)), defense, draws)
 
 
-def stage_of(seen: Observation, blocks: int) -> Stage:
+def stage_of(seen: Observation, blocks: int) -> _Stage:
     prior = Smoothness(seen.model.image_shape, photograph_gradients(seen.model))
-    return Stage.of(seen.model, blocks, Likelihood.of(seen, seen.gradients), prior, 0.1)
+    return _Stage.of(seen.model, blocks, Likelihood.of(seen, seen.gradients), prior, 0.1)
 
 
 def rows_of(model: VictimModel, images: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ def test_logits_depend_on_the_class_token_alone_behind_the_last_block(tiny_model
     assert not averaged.heard[:, 0].any()
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stage_begins_with_the_gradient_that_explains_the_image(
     tiny_model: Make, images: Tensor, blocks: int
 ) -> None:
@@ -128,11 +127,11 @@ def test_steps_lower_the_objective_and_find_the_image(tiny_model: Make, images: 
     X = rows_of(model, images)
     stage = stage_of(under(model, images), 1)
     noise = torch.randn(X.shape, generator=Generator().manual_seed(0), dtype=X.dtype)
-    point = stage.start(X + 0.2 * noise, 60)
+    point = stage.start(X + 0.2 * noise, 30)
     misfits = []
-    for number in range(6):
+    for number in range(4):
         misfits.append((stage.weight * stage._off(stage._gradients(point.X, point.Δ))).square().sum(1))
-        point = stage.step(point, 60, draw_for(0, "", "probes", number))
+        point = stage.step(point, 40, draw_for(0, "", "probes", number))
     assert all((later < before).all() for before, later in pairwise(misfits))
     before, after = (psnr(model.to_images(each), images) for each in (X + 0.2 * noise, point.X))
     assert (after > before + 4).all()
@@ -172,6 +171,7 @@ def test_the_preconditioner_is_exact_where_the_curvature_is_a_product() -> None:
 # The attack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defense", [GradientNoise(multiplier=1e-3), GradientQuantisation()], ids=str)
 def test_it_comes_nearer_than_its_start(tiny_model: Make, images: Tensor, defense: GradientDefense) -> None:
     seen = under(tiny_model(), images, defense)
@@ -198,13 +198,11 @@ def test_stages_double_up_to_all_blocks() -> None:
 # What it refuses
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [({"rounds": -1}, "-1, 12, 40 and 0.1"), ({"steps": 0}, "6, 12, 0 and 0.1"), ({"epsilon": 0.0}, "6, 12, 40 and 0")],
-)
-def test_it_refuses_options_out_of_range(given: dict[str, float], found: str) -> None:
-    with pytest.raises(PrivlabError, match=rf"takes rounds ≥ 0, last_rounds ≥ 0, .* Found {found}\."):
-        StagedLikelihood(**given)
+@pytest.mark.parametrize("given", [{"rounds": -1}, {"steps": 0}, {"epsilon": 0.0}])
+def test_it_refuses_options_out_of_range(given: dict[str, float]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(PrivlabError, match=rf"{name} of staged-likelihood must be .*\. Found {value}\."):
+        StagedLikelihood(**given)  # pyright: ignore[reportArgumentType]
 
 
 def test_it_refuses_a_start_that_there_is_not() -> None:

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import gelu, normalize
+from torch.testing import assert_close
 
 from privlab.attacks.tokens import Mlp, Spans, separate
 from privlab.attacks.tokens import equations as tokens
 from privlab.attacks.tokens import spans as terms
-from privlab.attacks.tokens.equations import outside, refine, start
+from privlab.attacks.tokens.equations import _start, backward, outside, refine, settle
 
 D, M, COUNT = 24, 96, 20
 
@@ -32,7 +33,7 @@ def planted() -> tuple[Mlp, Tensor, Tensor, Tensor]:
 def run(planted: tuple[Mlp, Tensor, Tensor, Tensor], tolerance: float, count: int = COUNT) -> Tensor:
     mlp, _, G1, G2 = planted
     options = {"starts": 16, "rounds": 60, "steps": 1, "tolerance": tolerance}
-    return separate(mlp, G1, G2, count, Generator().manual_seed(0), **options).u
+    return separate(mlp, G1[None], G2[None], count, [Generator().manual_seed(0)], **options)[0].u
 
 
 def test_more_is_allowed_after_two_rounds_of_few_and_the_search_ends_after_two_of_none(
@@ -42,13 +43,15 @@ def test_more_is_allowed_after_two_rounds_of_few_and_the_search_ends_after_two_o
     finds, asked = iter([3, 2, 2, 3, 1, 0, 0, 0, 1, 0, 0, 5]), []
     left = iter(planted[1])
 
-    def distinct(_: Mlp, __: Spans, α: Tensor, limit: float, ___: float) -> Tensor:
-        asked.append(limit)
+    def distinct(_: Mlp, __: Spans, α: Tensor, limit: Tensor | float, ___: Tensor) -> Tensor:
+        asked.append(float(limit))
         new = [next(left) for _ in range(next(finds, 0) if len(asked) % 2 == 0 else 0)]
-        return torch.stack(new) if new else α.new_zeros(0, D)
+        return torch.stack(new)[None] if new else α.new_zeros(1, 0, D)
 
-    monkeypatch.setattr(tokens, "distinct", distinct)
-    monkeypatch.setattr(tokens, "start", lambda _, spans, number, __: torch.zeros(number, len(spans.u)).double())
+    monkeypatch.setattr(tokens, "_distinct", distinct)
+    monkeypatch.setattr(
+        tokens, "_start", lambda _, spans, number, __: torch.zeros(1, number, spans.u.shape[1]).double()
+    )
     monkeypatch.setattr(tokens, "refine", lambda _, __, α, *___: α)
     monkeypatch.setattr(tokens, "settle", lambda _, __, α, *___: α)
     assert len(run(planted, 5e-3)) == 12
@@ -76,14 +79,53 @@ def test_solutions_are_one_token_within_three_times_what_is_allowed(
     def lead(_: Mlp, spans: Spans, α: Tensor, __: int) -> Tensor:
         if α.dtype == torch.float32:  # the rough search of a round
             due[0] = next(come)
-        return (due[0] @ spans.u.mT.double()).to(α)
+        return (due[0][None] @ spans.u.mT.double()).to(α)
 
     monkeypatch.setattr(tokens, "refine", lead)
     monkeypatch.setattr(tokens, "settle", lead)
-    monkeypatch.setattr(tokens, "outside", lambda _, __, α: torch.full((len(α),), 1e-9).double())
-    monkeypatch.setattr(tokens, "backward", lambda _, whole, some: (whole.ε[: len(some)], whole.δ[: len(some)]))
+    monkeypatch.setattr(tokens, "outside", lambda _, __, α: torch.full(α.shape[:2], 1e-9).double())
+    monkeypatch.setattr(
+        tokens, "backward", lambda _, whole, some: (whole.ε[:, : some.shape[1]], whole.δ[:, : some.shape[1]])
+    )
     monkeypatch.setattr(terms, "UNIT_ROUNDOFF", 0.0)
     assert len(run(planted, 1e-2)) == found
+
+
+def test_releases_of_different_ranks_are_searched_together_as_alone(
+    planted: tuple[Mlp, Tensor, Tensor, Tensor],
+) -> None:
+    """Of six, three and nine tokens: what is padded with zeros, or with starts of NaN, changes nothing."""
+    mlp, u, _, _ = planted
+    counts, ε = (6, 3, 9), drawn(COUNT, D, seed=5)
+    h, slope = mlp.hidden(u)
+    G1 = torch.stack([(slope[:n] * (ε[:n] @ mlp.W2)).mT @ u[:n] for n in counts])
+    G2 = torch.stack([ε[:n].mT @ h[:n] for n in counts])
+
+    def draws() -> list[Generator]:
+        return [Generator().manual_seed(i) for i in range(3)]
+
+    spans = Spans.of(G1, G2, COUNT)
+    assert spans.real().sum(1).tolist() == list(counts)
+    α = _start(mlp, spans, 10, draws())
+    cut = torch.cat([α[:, :8], torch.full_like(α[:, :2], torch.nan)], 1)
+    near, settled = refine(mlp, spans, cut, 40), settle(mlp, spans, cut, 40)
+    padded = torch.stack([torch.cat([u[:n], torch.full_like(u[n:], torch.nan)]) for n in counts])
+    back = backward(mlp, spans, padded)
+    found = separate(mlp, G1, G2, COUNT, draws(), starts=8, rounds=20, steps=40, tolerance=1e-2)
+    for i, n in enumerate(counts):
+        own = Spans.of(G1[i], G2[i], COUNT)
+        assert_close(_start(mlp, own.take(None), 10, draws()[i : i + 1])[0], α[i, :, :n])
+        for search, together in ((refine, near), (settle, settled)):
+            alone = search(mlp, own, α[i, :8, :n], 40)
+            assert_close(together[i, :8, :n], alone, atol=1e-4, rtol=0)
+            assert not together[i, :8, n:].any()
+            assert together[i, 8:].isnan().all()
+        for together, alone in zip(back, backward(mlp, own, u[:n]), strict=True):
+            assert_close(together[i, :n], alone)
+        assert found[i].wanted == n
+        cosine = normalize(found[i].u, dim=1) @ normalize(u[:n], dim=1).mT
+        assert sorted(cosine.argmax(1).tolist()) == list(range(n))
+        assert found[i].residual.max() < 1e-10
 
 
 def of_six(planted: tuple[Mlp, Tensor, Tensor, Tensor]) -> tuple[Mlp, Spans, Tensor]:
@@ -91,7 +133,7 @@ def of_six(planted: tuple[Mlp, Tensor, Tensor, Tensor]) -> tuple[Mlp, Spans, Ten
     mlp, u, _, _ = planted
     ε, (h, slope) = drawn(6, D, seed=5), mlp.hidden(u[:6])
     spans = Spans.of((slope * (ε @ mlp.W2)).mT @ u[:6], ε.mT @ h, 6)
-    return mlp, spans, start(mlp, spans, 64, Generator().manual_seed(0))
+    return mlp, spans, _start(mlp, spans.take(None), 64, [Generator().manual_seed(0)])[0]
 
 
 def test_no_start_is_led_farther_off(planted: tuple[Mlp, Tensor, Tensor, Tensor]) -> None:

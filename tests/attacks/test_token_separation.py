@@ -128,7 +128,7 @@ def test_embedded_patches_come_from_tokens_alone(
 ) -> None:
     model, attack = make(PATCH, embed_dim=48, pos_embed=embedded), TokenSeparation(**SEARCH | {"starts": 32})
     seen, block = seen_of(model, images), first_block(model)
-    tokens = attack.tokens(block, seen, 0, 17)
+    (tokens,) = attack.tokens(block, seen, [0], 17)
     assert len(tokens.u) == 17  # 8 starts miss one on some machines: rounding leads a random search elsewhere
     z = embeddings_of_tokens(model, block, tokens.u, Reads.of(seen, 0, block, 17), 6, 60)
     wanted = model.embed(images)[0, 1:]
@@ -156,7 +156,7 @@ def test_patches_without_a_token_are_smooth(crops: Tensor, make: Callable[..., V
 
 def test_too_many_tokens_give_grey(images: Tensor, make: Callable[..., VictimModel]) -> None:
     seen = seen_of(make("pos_embed", embed_dim=16), images)
-    with pytest.warns(PrivlabWarning, match="17 tokens, but gradients of width 16 tell at most 15 apart"):
+    with pytest.warns(PrivlabWarning, match=r"17.*gradients.*16.*15"):
         reconstruction = TokenSeparation(**SEARCH)(seen)
     assert reconstruction.tokens is not None
     assert reconstruction.tokens.tolist() == [0, 0]
@@ -172,7 +172,8 @@ def test_tokens_of_two_images_from_one_gradient(
     seen = seen_of(model, images.to(dtype))
     G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"].sum(0) for name in ("fc1", "fc2"))
     block = first_block(model)
-    found = separate(Mlp.of(block), G1, G2, 34, torch.Generator().manual_seed(0), **SEARCH | {"starts": 24})
+    draws, options = [torch.Generator().manual_seed(0)], SEARCH | {"starts": 24}
+    (found,) = separate(Mlp.of(block), G1[None], G2[None], 34, draws, **options)
     z = model.embed(images.to(dtype)).double()
     u = block.norm2(z + block.ls1(block.attn(block.norm1(z)))).flatten(0, 1)
     cosine = normalize(found.u, dim=1) @ normalize(u, dim=1).mT
@@ -195,13 +196,13 @@ def test_tokens_of_other_images_are_better_starts_than_points_drawn_at_random(
     drawn, usual = (
         separate(
             Mlp.of(block),
-            G1,
-            G2,
+            G1[None],
+            G2[None],
             34,
-            torch.Generator().manual_seed(0),
+            [torch.Generator().manual_seed(0)],
             **SEARCH | {"starts": 24, "rounds": 1},
             usual=some,
-        )
+        )[0]
         for some in (None, near)
     )
     assert len(usual.u) > len(drawn.u)
@@ -217,7 +218,7 @@ def test_starts_come_from_photographs_that_are_not_under_attack(
         asked.append((size, names, channels))
         return images[:1]
 
-    monkeypatch.setattr(token_separation, "photographs", photographs)
+    monkeypatch.setattr("privlab.attacks.tokens.search.photographs", photographs)
     model = make("pos_embed", embed_dim=96)
     read = [name for name in (*TokenSeparation.parameters, *TokenSeparation.if_released) if name != "pos_embed"]
     seen = replace(observe(model, images, torch.arange(2), read, images_per_release=2), photographs=names)
@@ -252,7 +253,7 @@ def test_masks_of_their_own_are_not_told(images: Tensor, tiny_model: Callable[..
     feed = Stack(defense).feed(images, 4, [draw_for(0, str(i), "defense") for i in range(2)], 2)
     read = (*TokenSeparation.parameters, *TokenSeparation.if_released)
     seen = observe(model, feed, torch.arange(2), read, defense, (), 2)
-    with pytest.warns(PrivlabWarning, match="MJP is at work, and the gradient does not tell in which slots"):
+    with pytest.warns(PrivlabWarning, match="MJP"):
         reconstruction = TokenSeparation(**SEARCH | {"rounds": 1, "steps": 5})(seen)
     assert reconstruction.loose is None
 
@@ -290,7 +291,7 @@ def test_what_it_needs(make: Callable[..., VictimModel]) -> None:
 
 
 def test_options_out_of_range() -> None:
-    with pytest.raises(PrivlabError, match="token-separation takes starts, rounds, steps and inner ≥ 1"):
+    with pytest.raises(PrivlabError, match=r"token-separation.*1"):
         TokenSeparation(starts=0)
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from privlab.attacks.tokens import Mlp, Near, Spans, row_space, separate
-from privlab.attacks.tokens.equations import backward, distinct, outside, refine, refine_guesses, start
+from privlab.attacks.tokens.equations import _distinct, _refine_guesses, _start, backward, outside, refine
 
 D, M, COUNT = 24, 96, 6
 
@@ -79,7 +79,7 @@ def beside(made: Planted, cosine: Tensor) -> Near:
 
 def told(made: Planted, near: Near, tolerance: float) -> list[int]:
     """Return which tokens the guesses lead to."""
-    found = refine_guesses(made.mlp, made.spans, near, 4, 40, tolerance)
+    found = _refine_guesses(made.mlp, made.spans.take(None), near.take(None, None), 4, 40, tolerance)[0]
     cosine = normalize(found, dim=1) @ normalize(made.u, dim=1).mT
     return sorted(cosine.argmax(1).tolist())
 
@@ -98,7 +98,7 @@ def test_starts_have_the_variances_that_the_gradient_has_as_singular_values() ->
     """Of two normal numbers the ratio has the median of their deviations' ratio, however both are scaled."""
     made = planted(plain=True, count=4)
     σ = torch.tensor([16.0, 4.0, 1.0, 0.25], dtype=torch.float64)
-    α = start(made.mlp, made.spans._replace(σ=σ), 20000, Generator().manual_seed(0))
+    α = _start(made.mlp, made.spans._replace(σ=σ).take(None), 20000, [Generator().manual_seed(0)])[0]
     assert_close((α / α[:, :1]).abs().median(0).values, (σ / σ[0]).sqrt(), rtol=0.05, atol=0)
     assert_close(α.square().sum(1), torch.full((20000,), float(D)).double())
 
@@ -167,9 +167,13 @@ def test_solutions_come_by_their_residuals_and_twins_once() -> None:
     made = planted(off=torch.tensor([3e-4, 1e-4, 2e-4, 1e-4, 1e-4, 5e-2]).double())
     α = made.α[[0, 2, 1, 5]]
     near = torch.cat([α, α[1:2] * (1 + 1e-4)])  # a little longer: not quite of LayerNorm's form
-    assert_close(distinct(made.mlp, made.spans, near, 1e-2, 1 - 1e-6), made.u[[1, 2, 0]])
-    assert len(distinct(made.mlp, made.spans, near, 1e-2, 2.0)) == 4
-    assert len(distinct(made.mlp, made.spans, near, 1e-1, 1 - 1e-6)) == 4
+
+    def of(limit: float, twin: float) -> Tensor:
+        return _distinct(made.mlp, made.spans.take(None), near[None], limit, twin)[0]
+
+    assert_close(of(1e-2, 1 - 1e-6), made.u[[1, 2, 0]])
+    assert len(of(1e-2, 2.0)) == 4
+    assert len(of(1e-1, 1 - 1e-6)) == 4
 
 
 def test_what_flows_back_is_told_of_each_token() -> None:
@@ -208,7 +212,8 @@ def test_a_token_that_was_guessed_is_not_found_again() -> None:
     near = Near(whole.u[1:], whole.base[1:], whole.Q)
     G1, G2 = made.δ.mT @ made.u, made.ε.mT @ made.mlp.hidden(made.u)[0]
     options = {"starts": 4, "rounds": 30, "steps": 40, "tolerance": 0.01}
-    found = separate(made.mlp, G1, G2, COUNT, Generator().manual_seed(0), **options, near=near)
+    draws, guessed = [Generator().manual_seed(0)], near.take(None, None)
+    (found,) = separate(made.mlp, G1[None], G2[None], COUNT, draws, **options, near=guessed)
     cosine = normalize(found.u, dim=1) @ normalize(made.u, dim=1).mT
     assert sorted(cosine.argmax(1).tolist()) == list(range(COUNT))
     assert cosine.amax(1).min() > 1 - 1e-9

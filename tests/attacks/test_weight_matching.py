@@ -288,5 +288,5 @@ def test_weights_that_are_not_finite_are_refused(tiny_vit: Callable[..., VisionT
     vit = tiny_vit(embed_dim=48, num_heads=3)
     state = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
     state["blocks.1.norm1.weight"][3] = torch.nan
-    with pytest.raises(PrivlabError, match=r"Found NaN or infinity in 'blocks.1.norm1.weight'"):
+    with pytest.raises(PrivlabError, match=r"NaN.*'blocks.1.norm1.weight'"):
         attack(WeightObservation(state, vit.state_dict(), ModelShape.of(vit)))

@@ -94,7 +94,7 @@ def test_a_socket_is_refused(mine: Callable[[str, str], Path], port: int) -> Non
 def test_a_subprocess_is_refused(mine: Callable[[str, str], Path]) -> None:
     path = mine("import numpy.lib._datasource as d", "d.os.system('true')")
     assert "starts a process: os.system in release; an entry may not" in refused(path)
-    with pytest.raises(PrivlabError, match=r"starts a process: subprocess\.Popen in it"), confined("nobody", "it"):
+    with pytest.raises(PrivlabError, match=r"subprocess\.Popen"), confined("nobody", "it"):
         subprocess.run([sys.executable, "-c", ""], check=True)
 
 
@@ -102,10 +102,10 @@ def test_files_are_refused(mine: Callable[[str, str], Path], tmp_path: Path) -> 
     (tmp_path / "x.csv").write_text("1\n")
     path = mine("import numpy as np", f'np.genfromtxt("{tmp_path / "x.csv"}")')
     assert f"reads the file {tmp_path / 'x.csv'} in release" in refused(path)
-    with pytest.raises(PrivlabError, match=r"writes the file .*y\.csv in it"), confined("nobody", "it"):
+    with pytest.raises(PrivlabError, match=r"y\.csv"), confined("nobody", "it"):
         (tmp_path / "y.csv").write_text("2")
     assert not (tmp_path / "y.csv").exists()
-    with pytest.raises(PrivlabError, match=r"changes files: os\.remove of .*x\.csv in it"), confined("nobody", "it"):
+    with pytest.raises(PrivlabError, match=r"os\.remove.*x\.csv"), confined("nobody", "it"):
         (tmp_path / "x.csv").unlink()
     assert (tmp_path / "x.csv").exists()
 

@@ -62,7 +62,7 @@ def test_recorded_gradients_are_attacked_and_scored(recorded: Path, cli: Callabl
     assert 93 < row["worst_case"] < 97  # 13 of 14 exactly, at most 100 dB, and noise
     assert judged["by"]["patch-gradient"] == 14
     said = cli("benchmark", "verify", out).error
-    assert "recorded releases cannot be made again; the signature and the versions are right" in said
+    assert "recorded releases cannot be measured again. The signature and the versions are right" in said
 
 
 def altered(recorded: Path, folder: Path, **kinds: Any) -> Path:
@@ -86,7 +86,7 @@ def altered(recorded: Path, folder: Path, **kinds: Any) -> Path:
 @pytest.mark.parametrize(
     ("kinds", "said"),
     [
-        ({"moved": True}, "must be of the track's cifar_vit, whose weights have SHA-256"),
+        ({"moved": True}, "must come from the track's cifar_vit, whose weights have SHA-256"),
         ({"hash_weights": False}, "Found none."),
         ({"batch_size": 2}, "must be the gradient of one photograph. Found 2 images."),
     ],
@@ -107,7 +107,10 @@ def test_recorded_releases_are_of_gradients_and_of_the_bundled_photographs(
     recorded: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
     said = cli("benchmark", "submit", recorded / "card.toml", "--images", tmp_path).error
-    assert "Entry 'recorded' holds releases of the bundled photographs alone: leave out --images" in said
+    assert "Entry 'recorded' holds releases of the bundled photographs only. Leave out --images" in said
     (tmp_path / "card.toml").write_text(CARD.replace('"gradients"', '"features"'))
     said = cli("benchmark", "submit", tmp_path / "card.toml").error
-    assert "recorded releases are of a defense on the track 'gradients'. Found an entry of kind 'defense' on" in said
+    assert (
+        "recorded releases are only supported for a defense on the track 'gradients'. Found an entry of kind 'defense'"
+        in said
+    )

@@ -12,7 +12,7 @@ from PIL import Image
 from privlab.benchmark import entries
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.judged import Judged
-from privlab.benchmark.measure import Photographs, run_with_pictures
+from privlab.benchmark.measure import Measurement
 from privlab.benchmark.page import best_rows, fragment, pictures, pictures_of
 from privlab.benchmark.results import Result
 from privlab.benchmark.rule import standings
@@ -62,7 +62,7 @@ def test_the_picture_is_what_is_scored(run: Path) -> None:
 
 def test_the_run_of_a_picture_is_that_of_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Specification] = []
-    monkeypatch.setattr("privlab.benchmark.measure._run", lambda spec, *given, **how: asked.append(spec))
+    monkeypatch.setattr(Measurement, "_run", lambda own, spec, *given: asked.append(spec))
     row = {
         "case": "one step",
         "setting": "c",
@@ -70,7 +70,7 @@ def test_the_run_of_a_picture_is_that_of_its_draw(tmp_path: Path, monkeypatch: p
         "draw": 7,
         "image_sha256": next(iter(photographs("bundled"))),
     }
-    run_with_pictures(defense_entries("gradients", ["jigsaw"])[0], row, Photographs(), tmp_path)
+    Measurement(defense_entries("gradients", ["jigsaw"])[0], out=tmp_path).run_with_pictures(row)
     assert [(spec.draw, spec.draws, spec.attacks) for spec in asked] == [(7, 1, ("mjp-full",))]
 
 

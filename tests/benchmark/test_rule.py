@@ -283,7 +283,7 @@ def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.n
 def test_the_page_counts_different_defenses_and_those_that_an_attack_knows(tmp_path: Path, high: np.ndarray) -> None:
     known = records(high.tolist(), [5.0] * 64)
     own = result(tmp_path, "known", known)
-    again = result(tmp_path, "again", known.query("image in @IMAGES[:14]"))
+    again = result(tmp_path, "again", known[known.image.isin(IMAGES[:14])])
     other = CARD.format(kind="defense", name="other").replace("gradient-pruning", "gradient-sign")
     other = other.replace("keep = 0.1", "")
     alone = result(tmp_path, "other", known.replace("patch-gradient-adaptive", "april"), card=other)
@@ -375,6 +375,12 @@ def test_records_of_every_eval_ever_have_what_its_schema_requires(tmp_path: Path
     assert details["model_availability"] in ("open_weights", "closed_weights", "unknown")
     assert details["deployment_type"] in ("self_deployed", "externally_managed", "unknown")
     assert all(isinstance(value, str) for value in details.values())
+
+
+def test_a_record_of_one_photograph_has_no_interval(tmp_path: Path) -> None:
+    (row,) = standings([result(tmp_path, "one", records([30.0], [5.0]))])
+    (one,) = evaluation_record(row)["evaluation_results"]
+    assert one["score_details"] == {"score": 30.0, "uncertainty": {"num_samples": 1}}
 
 
 def test_the_epsilon_of_dp_sgd_is_stated_with_its_delta_and_what_changes() -> None:

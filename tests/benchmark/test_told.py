@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from privlab.base import PrivlabError
-from privlab.benchmark.entries import Told, entries, told
+from privlab.benchmark.entries import entries, told, told_of_package
 from privlab.benchmark.page import fragment
-from privlab.benchmark.rule import Standing, standings
+from privlab.benchmark.rule import standings
+from privlab.benchmark.standing import Standing, Told
 
 
 def row(case: str = "gradients svt-privacy", attack: str = "patch-gradient-adaptive", **own: Any) -> dict[str, Any]:
@@ -60,8 +61,11 @@ def test_controls_tell_nothing_of_an_entry(tmp_path: Path) -> None:
         ("[]", "it has no rows 'identity'"),
         ("{", "it has no rows 'identity'"),
         ('{"identity": [{"case": "x"}]}', "it has no rows 'identity'"),
-        (json.dumps({"identity": [row("gradients nothing")]}), "is of 'gradients nothing', which is no 'TRACK ENTRY'"),
-        (json.dumps({"identity": [row("mjp")]}), "is of 'mjp', which is no 'TRACK ENTRY'"),
+        (
+            json.dumps({"identity": [row("gradients nothing")]}),
+            "has the case 'gradients nothing'. It must be 'TRACK ENTRY'",
+        ),
+        (json.dumps({"identity": [row("mjp")]}), "has the case 'mjp'. It must be 'TRACK ENTRY'"),
     ],
 )
 def test_a_file_that_is_none_of_identify_is_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -113,11 +117,14 @@ def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standi
 
 
 def test_the_entries_of_the_package_have_what_was_measured() -> None:
-    found = told()
-    assert found
-    rows = {(each.track, each.name): each for each in standings(entries())}
-    for key, each in found.items():
-        assert rows[key].identity == each
+    found = told_of_package()
+    assert len(found) > 1
+    some = [each for each in entries() if each.path.stem in ("gradients-svt", "gradients-sign")]
+    rows = {(each.track, each.name): each for each in standings(some)}
+    assert len(rows) == 2
+    for key, row in rows.items():
+        assert row.identity == found[key]
+    for each in found.values():
         assert each.images == 50
         assert each.among == 500
         assert each.low <= each.rate <= each.high
@@ -132,8 +139,7 @@ def test_an_entry_from_elsewhere_has_not_the_figure_of_the_package(tmp_path: Pat
 
 
 def test_the_command_names_the_weights_of_a_victim_that_is_not_in_the_package() -> None:
-    rows = [each for each in standings(entries()) if each.track == "local-training"]
-    page = fragment(rows)
+    page = fragment(standings(each for each in entries() if each.card.track == "local-training"))
     assert (
         "privlab table identity_clients --images FOLDER --manifest privlab/benchmark/tracks/public.csv --weights FILE\n"
         in page

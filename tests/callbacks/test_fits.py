@@ -105,10 +105,26 @@ def test_a_training_of_transformers_is_recorded(vit: VisionTransformer, tmp_path
     assert_recorded(tmp_path / "updates" / "round-1", before, vit)
 
 
+def test_a_second_recorder_goes_on_where_the_first_one_ended(vit: VisionTransformer, tmp_path: Path) -> None:
+    """Another process that records into the same folder replaces nothing either."""
+    (tmp_path / "round-notes").mkdir()
+    weights = []
+    for recorder in (RoundRecorder(vit, tmp_path), RoundRecorder(vit, tmp_path), RoundRecorder(vit, tmp_path)):
+        before = copy.deepcopy(vit.state_dict())
+        recorder.begin()
+        with torch.no_grad():
+            vit.head.weight += 1
+        recorder.end()
+        weights.append((before, copy.deepcopy(vit.state_dict())))
+    for round_, (before, after) in enumerate(weights, start=1):
+        for name, wanted in (("before", before), ("after", after)):
+            found = load_file(tmp_path / f"round-{round_}" / f"{name}.safetensors")
+            assert torch.equal(found["head.weight"], wanted["head.weight"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-1", "round-2", "round-3", "round-notes"]
+
+
 def test_what_cannot_be_recorded_is_one_line(vit: VisionTransformer, tmp_path: Path) -> None:
-    with pytest.raises(
-        PrivlabError, match=r"must have timm's parameter names.* Found vit.cls_token, .*: give the Vision"
-    ):
+    with pytest.raises(PrivlabError, match=r"names.*vit.cls_token"):
         RoundRecorder(Classifier(vit), tmp_path)
     recorder = RoundRecorder(vit, tmp_path)
     with pytest.raises(PrivlabError, match="There is no update yet"):
@@ -116,6 +132,7 @@ def test_what_cannot_be_recorded_is_one_line(vit: VisionTransformer, tmp_path: P
     recorder.begin()
     with pytest.raises(PrivlabError, match="Nothing was trained"):
         recorder.end()
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ CONTROLS = ["control:mean", "control:other", "control:shuffled", "control:flat"]
 
 def test_worst_case_is_what_runs_where_no_attack_is_named() -> None:
     assert Specification(models=("vit_ti",), attacks=("worst-case",)) == Specification(models=("vit_ti",))
-    with pytest.raises(PrivlabError, match=r"'worst-case' is every attack .* stands alone\. Found april,worst-case\."):
+    with pytest.raises(PrivlabError, match=r"'worst-case'.*april,worst-case"):
         Specification(models=("vit_ti",), attacks=("april", "worst-case"))
     with pytest.raises(PrivlabError, match="Did you mean worst-case"):
         Specification(models=("vit_ti",), attacks=("worst-cas",))
@@ -36,7 +36,7 @@ def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
     first, last = ([attack.name for attack in cell.attacks] for cell in cells)
     assert first == ["april"]
     assert last == sorted(last, key=list(ATTACKS).index)
-    assert last[-1] == "mjp-full"
+    assert {"patch-gradient", "mjp-subspace"} <= {*last[: last.index("mjp-full")]}
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tm
     assert "Warning: vit_ti has RANDOM weights (seed 0), as asked." in done.err
     assert "n/a" not in done.out
     assert done.err.count("Warning: LPIPS is by SqueezeNet (lpips_squeeze), and is not to be compared with") == 1
-    assert "No pretrained backbone for lpips_alex" in done.err
+    assert "`--metrics lpips_alex` says why" in done.err
     assert "3 of 3: " in done.err
 
 
@@ -71,7 +71,7 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
         {"head": "Few images", "items": ["3 images"]},
     ]
     assert told["verdict"][-1].startswith("Threat model: an honest-but-curious server")
-    assert [said["word"] for said in told["verdicts"]] == ["no defense"]
+    assert [said["word"] for said in told["verdicts"]] == ["leaks"]
     assert told["verdicts"][0]["measure"]["exact"] == 3
     assert told["geometry"] == "in_place"
     assert told["worst_case"] == "the best attack of each image, chosen by the evaluator: an upper bound"
@@ -85,7 +85,8 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert any(message.startswith("LPIPS is by SqueezeNet (lpips_squeeze)") for message in told["warnings"])
     ours = ["patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
     attacks = ["april", "worst case", "best single attack", *ours]
-    assert [row["attack"] for row in told["rows"]] == [*attacks, *CONTROLS]
+    expected = [*attacks, *CONTROLS]
+    assert [row["attack"] for row in told["rows"] if row["attack"] in expected] == expected
     by_attack = {row["attack"]: row for row in told["rows"]}
     assert by_attack["patch-gradient"]["psnr"] > 100
     assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought

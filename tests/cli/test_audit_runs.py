@@ -334,7 +334,7 @@ def test_a_reference_leaves_the_scores_that_are_printed(
     text, data, books = page(cli, tmp_path / "audit")
     assert data["private"] is True
     assert books[0]["of"].keys() == {"0/private", "0/patch-gradient"}
-    assert "no defense: patch-gradient leaks" in text
+    assert "leaks by patch-gradient (1 of 1 image, 1 exactly; " in text
     public = pd.read_parquet(tmp_path / "audit" / "records").conditions.map(json.loads).map(lambda each: each["public"])
     hashes = [picture.sha256 for picture in open_images(photos)]
     assert set(public) == {hashlib.sha256("/".join(hashes).encode()).hexdigest()[:16]}

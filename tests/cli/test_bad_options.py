@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from privlab import cli as command_line
 
@@ -23,10 +24,10 @@ UNKNOWN = [
     (("--defense", "mpj"), "Unknown defense 'mpj'. Did you mean mjp"),
     (("--geometry", "inplace"), "Unknown geometry 'inplace'. Did you mean in_place or "),
     (("--masked-pe", "unknwon"), "Unknown masked_pe 'unknwon'. Did you mean unknown or "),
-    (("--set", "per=images"), "Unknown per 'images'. Did you mean image"),
+    (("--set", "per=images"), "Unknown per of mjp 'images'. Did you mean image"),
     (
         ("--setting", "c", "--defense", "jigsaw", "--set", "jigsaw.per=batches"),
-        "Unknown per 'batches'. Did you mean batch",
+        "Unknown per of jigsaw 'batches'. Did you mean batch",
     ),
     (("surplus",), "Got unexpected extra argument (surplus)"),
 ]
@@ -64,11 +65,6 @@ INCAPABLE = [
     (
         ("--block", "stock", "--attack", "april"),
         "vit_ti: Attack 'april' needs what this observation does not grant: april_block (the first block has neither",
-    ),
-    (
-        ("--model", "deit_ti_nope", "--block", "april"),
-        "deit_ti_nope: No attack can run. 'patch-gradient' and 2 more: needs what this observation does not grant: "
-        "learnable_pe_gradient (this model adds no position embedding to its tokens). 3 have other reasons;",
     ),
     (
         ("--model", "deit_ti_nope", "--attack", "april"),
@@ -169,6 +165,21 @@ def test_our_own_faults_are_one_line_too(
     assert told.err.endswith("(a fault of privlab, not yours; --debug shows where)\n")
     assert ("Traceback" in told.err) == debug
     assert debug or len(told.err.splitlines()) == 1
+
+
+def test_a_full_gpu_is_one_line_and_no_fault_of_privlab(
+    attack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 79 GiB.\nSee the notes."
+        )
+
+    monkeypatch.setattr("timm.models.vision_transformer.Block.forward", full)
+    message = attack("--attack", "patch-gradient").error
+    assert "memory" in message
+    assert "2.50 GiB" in message
+    assert "batch" in message
 
 
 @pytest.mark.slow

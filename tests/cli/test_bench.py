@@ -4,14 +4,17 @@ import copy
 import importlib.util
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from privlab.base import PrivlabError
-from privlab.bench import BENCHES, Bench, split
-from privlab.bench.main_job import MainJob, run_main_job
+from privlab.benchmarks import split
+from privlab.benchmarks.common import Bench
+from privlab.benchmarks.main_job import MainJob, run_main_job
+from privlab.cli import elsewhere
 
 RATIOS = [
     "observe_patch_gradient_over_step",
@@ -20,6 +23,7 @@ RATIOS = [
     "breaching_linear_solves_over_privlab_solve",
     "score_over_observe",
     "mjp_full_over_step",
+    "breaching_matching_step_over_privlab",
 ]
 MAIN_JOB = ["eight_images_wall_over_step_wall", "busy_over_quiet"]
 PERMUTATION = [
@@ -42,9 +46,9 @@ TINY = ("--model", "vit_ti", "--batch", "2", "--repeats", "1", "--device", "cpu"
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that attack 400 images, and the main job on a model of the README, take longer than this suite has."""
-    monkeypatch.setattr("privlab.bench.attack._peak_rss", lambda model, n: 20_000 + n)
+    monkeypatch.setattr("privlab.benchmarks.attack._peak_rss", lambda model, n: 20_000 + n)
     jobs = {("vit_ti_mjp", "cpu", False): MainJob(16.0, 20.0), ("vit_ti_mjp", "cpu", True): MainJob(50.0, 25.0)}
-    monkeypatch.setattr("privlab.bench.attack.run_main_job", lambda model, device, busy: jobs[model, device, busy])
+    monkeypatch.setattr("privlab.benchmarks.attack.run_main_job", lambda model, device, busy: jobs[model, device, busy])
 
 
 def assert_consistent(result: dict[str, Any]) -> None:
@@ -61,7 +65,8 @@ def test_json_holds_ratios_medians_and_setup(cli: Callable[..., Any], peaks: Non
     told = cli("bench", "attack", *SMALL, "--json")
     assert told.status == 0
     result = json.loads(told.out)
-    assert list(result)[:9] == [*RATIOS, "peak_rss_400_over_40", *MAIN_JOB]
+    keys = [*RATIOS, "peak_rss_400_over_40", *MAIN_JOB]
+    assert list(result)[: len(keys)] == keys
     assert result["busy_over_quiet"] == 1.25
     step = result["seconds_per_image"]["training step"]
     assert result["eight_images_wall_over_step_wall"] == pytest.approx(2 / step)
@@ -78,7 +83,7 @@ def test_the_main_job_runs_in_a_process_of_its_own_beside_a_busy_one() -> None:
     took = run_main_job("cifar_vit", "cpu", busy=True, images=1)
     assert took.wall > 0.5
     assert took.processor > 0.5  # Python and torch were imported there
-    with pytest.raises(PrivlabError, match=r"'privlab attack --model cifar_vt .*' must end with status 0\. Found 2"):
+    with pytest.raises(PrivlabError, match=r"'privlab.*--model.*cifar_vt.*'.*0.*2"):
         run_main_job("cifar_vt", "cpu", busy=False)
 
 
@@ -129,8 +134,8 @@ def test_train_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
 @needs_grpc
 def test_split_trains_the_same_model_on_both_sides(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server in a process of its own; 100 and 1000 batches would take longer than this suite has."""
-    monkeypatch.setattr("privlab.bench.split._EARLY_STEP", 2)
-    monkeypatch.setattr("privlab.bench.split._LATE_STEP", 4)
+    monkeypatch.setattr("privlab.benchmarks.split._EARLY_STEP", 2)
+    monkeypatch.setattr("privlab.benchmarks.split._LATE_STEP", 4)
     told = cli("bench", "split", *TINY, "--json")
     assert told.status == 0
     result = json.loads(told.out)
@@ -147,7 +152,7 @@ def test_the_loss_gap_is_between_the_wire_and_training_in_one_process(monkeypatc
     said = [7.0, 6.5, 8.0]
 
     def train(name: str, learner: Any, batches: Any, steps: int, every: int, on_step: Callable[[Any], None]) -> None:
-        from privlab.split.client.train import StepDone
+        from privlab.split.client.loops import StepDone
 
         seen.append(batches[1])
         for step, loss in enumerate(said, 1):
@@ -181,6 +186,12 @@ def test_split_with_an_unknown_defense(cli: Callable[..., Any]) -> None:
     assert error.startswith("Unknown defense 'row-permutatio'. Did you mean row-permutation")
 
 
+def test_without_a_clone_it_says_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "CLONE", tmp_path)
+    with pytest.raises(PrivlabError, match="runs in a clone"):
+        elsewhere._benches()
+
+
 def test_what_a_bench_could_not_measure_is_said(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def table(**options: Any) -> Bench:
         assert options.pop("progress")
@@ -189,7 +200,7 @@ def test_what_a_bench_could_not_measure_is_said(cli: Callable[..., Any], monkeyp
         }
         return Bench({"pipeline_over_bare": 1.5}, {"pipeline_over_bare": "≤ 1.25"}, {}, {"absent": {"ray": "no Ray"}})
 
-    monkeypatch.setitem(BENCHES, "table", table)
+    monkeypatch.setattr("privlab.benchmarks.table.bench_table", table)
     told = cli("bench", "table", "--no-large")
     assert told.status == 0
     assert "1.500" in told.out
@@ -205,7 +216,6 @@ def test_what_a_bench_could_not_measure_is_said(cli: Callable[..., Any], monkeyp
         ("permutation", "--images"),
         ("permutation", "--defense"),
         ("split", "--images"),
-        ("attack", "--batch"),
         ("attack", "--defense"),
         ("table", "--batch"),
         ("table", "--memory"),
@@ -214,7 +224,9 @@ def test_what_a_bench_could_not_measure_is_said(cli: Callable[..., Any], monkeyp
 def test_an_option_that_a_bench_does_not_take_is_refused_by_name(
     cli: Callable[..., Any], bench: str, option: str
 ) -> None:
-    assert cli("bench", bench, option).error.startswith(f"No such option '{option}'")
+    error = cli("bench", bench, option).error
+    assert error.startswith("No such option")
+    assert option in error
 
 
 @pytest.mark.parametrize("name", ["attack", "permutation", "split", "table"])

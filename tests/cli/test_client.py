@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -51,6 +53,20 @@ def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callabl
     assert "patch-update 1.0000 (2 of 2 proven)" in line
 
 
+def test_a_client_that_no_attack_reads_is_a_result_and_no_evidence(
+    attack: Cli, records: Callable[..., pd.DataFrame]
+) -> None:
+    adam = ("--client", "adam", "--set", "client.images=2", "--set", "client.steps=2", "--metrics", "psnr")
+    done = attack(*adam, "--limit", "2", "--json")
+    assert done.status == 0
+    assert set(records().attack) == {*CONTROLS}
+    told = done.json
+    assert [verdict["word"] for verdict in told["verdicts"]] == ["no evidence"]
+    assert [flag["head"] for flag in told["flags"]].count("No attack ran") == 1
+    assert [message for message in told["warnings"] if "no evidence: No attack can run. 'patch-gradient'" in message]
+    assert "needs what this observation does not grant" in attack(*adam, "--attack", "patch-gradient").error
+
+
 @pytest.mark.slow
 def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What attacks get is `observe_updates` of each image by itself: of the same image in any batch, order or run."""
@@ -75,6 +91,21 @@ def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: py
     assert given.grants == own.grants
     for name, update in given.gradients.items():
         torch.testing.assert_close(update, own.gradients[name], rtol=1e-3, atol=1e-7)
+
+
+def test_a_list_of_classes_is_a_target_of_the_binary_loss_alone(photos: Path, tmp_path: Path) -> None:
+    """Its update is proven by what the head's bias says of each class; other losses take one class."""
+    files = [path.read_bytes() for path in sorted(photos.glob("*.png"))]
+    source = tmp_path / "labels.parquet"
+    pq.write_table(pa.table({"image": files, "label": [[3, 1], [], [0]]}), source)
+    options = {"weights": "random", "img_size": 32, "attack": "patch-update", "metrics": "psnr"}
+    frame = privlab.attack("vit_ti", images=source, client=Client(loss="binary"), **options)
+    rows = frame[frame.attack == "patch-update"]
+    assert (rows.levels_wrong == 0).all()
+    assert rows.explained.min() > 0.9999  # with one class of each, 0.99
+    assert rows.label.isna().all()
+    refused = privlab.attack("vit_ti", images=source, client=Client(), **options)
+    assert refused.reason.str.contains("loss=binary").all()
 
 
 def test_cells_of_other_clients_are_other_cells() -> None:
@@ -202,8 +233,8 @@ MISTAKES = {
     ),
     "both": (("--client", "sgd", "--set", "client.steps=2", "--set", "client.epochs=1"), "give one of them"),
     "adam's momentum": (("--client", "adam", "--set", "client.momentum=0.9"), "client.momentum=0.9 is of sgd alone."),
-    "no client": (("--release", "update"), "An update is that of a client. Found release 'update' and no client"),
-    "option alone": (("--set", "client.lr=1"), "An update is that of a client. Found client.lr=1 and no client"),
+    "no client": (("--release", "update"), "An update is released by a client. Found release 'update' and no client"),
+    "option alone": (("--set", "client.lr=1"), "An update is released by a client. Found client.lr=1 and no client"),
     "other release": (("--client", "sgd", "--release", "features"), "A client releases its update. Found --release"),
     "defense": (
         ("--client", "sgd", "--setting", "c", "--defense", "row-permutation"),
@@ -222,11 +253,11 @@ MISTAKES = {
             "stock",
             "--force",
         ),
-        "client.images must be at most the number of images, 3. Found 32.",
+        "client.images must be at most the number of images, 3. Found 32: give --images with 32 or more",
     ),
     "too few for the clients": (
         ("--client", "sgd", "--set", "client.clients=4", "--attack", "token-separation"),
-        "client.clients times client.images must be at most the number of images, 3. Found 4.",
+        "client.clients times client.images must be at most the number of images, 3. Found 4: give --images with 4",
     ),
     "no clients": (("--client", "sgd", "--set", "client.clients=0"), "client.clients must be at least 1. Found 0."),
     "filters of several": (
@@ -239,11 +270,11 @@ MISTAKES = {
     ),
     "preset of a batch": (
         ("--client", "nvflare-default", "--set", "client.epochs=2"),
-        "each update is of client.images=32, which this attack does not separate. That is no evidence of privacy",
+        "Found 32, by the preset nvflare-default: give --images with 32 or more, or --set client.images=3.",
     ),
     "frozen": (
         ("--client", "sgd", "--set", "client.trains=head", "--attack", "patch-gradient"),
-        "'patch-gradient' needs what this observation does not grant: learnable_pe_gradient",
+        "'patch-gradient' needs patch_embed.proj.weight, pos_embed, which this client did not train",
     ),
     "attack on features": (
         ("--client", "sgd", "--attack", "least-squares"),

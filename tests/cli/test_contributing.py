@@ -2,8 +2,13 @@
 
 import ast
 import itertools
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +21,8 @@ from packaging.utils import canonicalize_name
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
-from privlab.cli import _status
+from privlab.base import parts_of
 from privlab.victims import VictimModel
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -65,25 +65,70 @@ def test_the_attack_passes_its_own_test_and_its_fault_is_seen(
         run_its_test(tiny_model, photographs)
 
 
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Return a copy of the tree with the attack: two files more, and one line."""
+    only = shutil.ignore_patterns("__pycache__", "notes", "results", "generated", "_build", "mutants", "golden")
+    for name in ("privlab", "attacks", "defenses", "experiments", "tests", ".ci"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=only)
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "attacks/gradients/bias_ratio.py").write_text(ATTACK, "utf-8")
+    (tmp_path / "tests/attacks/test_bias_ratio.py").write_text(TEST, "utf-8")
+    with (tmp_path / "CHANGELOG.md").open("a", encoding="utf-8") as file:
+        file.write("- `bias-ratio` reads one patch from the gradients of the embedding.\n")
+    return tmp_path
+
+
+def python(clone: Path, *arguments: str) -> str:
+    """Run Python on a copy of the tree, and return what it prints."""
+    environment = os.environ | {"PYTHONPATH": str(clone), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = (sys.executable, *arguments)
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_file_of_an_attack_is_found(clone: Path) -> None:
+    found = {each.constants["name"]: each for each in parts_of("privlab.attacks", clone / "attacks")}
+    assert found.keys() - ATTACKS.keys() >= {"bias-ratio"}
+    assert found["bias-ratio"].place == "privlab.attacks.gradients.bias_ratio:BiasRatio"
+    code = "import privlab.attacks, sys; print('bias-ratio' in privlab.attacks.ATTACKS, 'torch' in sys.modules)"
+    assert python(clone, "-c", code) == "True False\n"
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
-def test_its_name_is_all_that_the_attack_needs(
-    load: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(ATTACKS, "bias-ratio", load()["BiasRatio"])
-    run = tmp_path / "run"
-    arguments = "attack --model vit_ti --img-size 32 --weights random --limit 2 --metrics psnr --attack bias-ratio"
-    assert _status([*arguments.split(), "--out", str(run)]) == 0
-    records = pd.read_parquet(run / "records")
+def test_three_files_are_all_that_the_attack_needs(clone: Path) -> None:
+    """It is listed, explained and run, and the tests that run over all attacks take it in."""
+    run = "attack --model vit_ti --img-size 32 --weights random --limit 2 --metrics psnr --attack bias-ratio --json"
+    commands = ["list attacks --json", "explain bias-ratio --json", f"{run} --out {clone / 'run'}"]
+    listed, page, _ = map(json.loads, python(clone, "-c", RUN, *commands).split(END)[:-1])
+    assert "bias-ratio" in {row["name"] for row in listed}
+    assert {"The idea", "Algorithm", "Exact if", "Fails if", "Cost", "Source", "References"} <= set(page["sections"])
+    assert len(page["flow"]) == 4
+    records = pd.read_parquet(clone / "run/records")
     ours = records[records.attack == "bias-ratio"]
     assert set(ours.status) == {"ok"}
     assert set(ours.beyond_range) == {"N = 4 > 1"}
-    capsys.readouterr()
-    assert _status(["list", "attacks"]) == 0
-    assert "bias-ratio" in capsys.readouterr().out
+    said = python(
+        clone, "-m", "pytest", "-q", "-p", "no:cacheprovider", *IN_ALL_ATTACKS, "-k", f"({CHOSEN}) and not ceiling"
+    )
+    assert int(re.findall(r"(\d+) passed", said)[0]) >= 12
+    python(clone, ".ci/house.py", "stubs")
+    assert "import BiasRatio as BiasRatio" in (clone / "attacks/__init__.pyi").read_text("utf-8")
+
+
+END = "=== end ==="
+RUN = f"import sys; from privlab.cli import _status; [(_status(each.split()), print('{END}')) for each in sys.argv[1:]]"
+IN_ALL_ATTACKS = (
+    *("tests/attacks/test_bias_ratio.py", "tests/cli/test_explain.py", "tests/guards/test_capabilities.py"),
+    *("tests/guards/test_same_observation.py", "tests/devices/test_attacks.py", "tests/evaluation/test_names.py"),
+    "tests/test_rooms.py",
+)
+CHOSEN = (
+    "bias or everything_has or each_paper or tried or every_attack_but or keys_of or room or declare or contracts_hold"
+)
+"""Tests that run over all attacks, and those of them that a new one could break."""
 
 
 def test_each_task_is_a_session_of_nox_and_there_is_no_other() -> None:
@@ -104,12 +149,15 @@ def test_the_extra_for_tests_is_the_groups_for_tests_and_lint() -> None:
     assert set(PROJECT["project"]["optional-dependencies"]["test"]) == {*groups["test"], *groups["lint"]}
 
 
-def test_the_lock_file_has_a_version_for_every_dependency_and_names_no_host() -> None:
+def test_the_lock_file_has_a_version_and_hashes_for_every_dependency_and_names_no_host() -> None:
     """Run the command in its second line where this fails."""
     assert "://" not in LOCK
-    lines = [line for line in LOCK.splitlines() if not line.startswith("#")]
-    locked = {}
-    for pin in map(Requirement, lines):
+    locked: dict[str, list[str]] = {}
+    for entry in re.sub(r"^#.*\n", "", LOCK, flags=re.MULTILINE).replace(" \\\n", " ").splitlines():
+        text, *hashes = re.split(r"\s+--hash=", entry)
+        assert hashes, entry
+        assert all(re.fullmatch("sha256:[0-9a-f]{64}", each) for each in hashes), entry
+        pin = Requirement(text)
         ((version),) = [each.version for each in pin.specifier if each.operator == "=="]
         locked.setdefault(canonicalize_name(pin.name), []).append(version)
     project, groups = PROJECT["project"], PROJECT["dependency-groups"]

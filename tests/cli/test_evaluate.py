@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from privlab.experiments.methods.evaluate import EvaluationConfig, evaluate_models
+from privlab.experiments.methods.robustness import natural, outlier_aupr, outputs
 from privlab.images import open_images
-from privlab.utility import EvaluationConfig, evaluate_models, natural, outlier_aupr, outputs
 from privlab.victims import victim
 
 SMALL = ("evaluate", "--weights", "random", "--device", "cpu")

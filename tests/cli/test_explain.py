@@ -3,24 +3,28 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from privlab.attacks import ATTACKS
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, parse_docstring
 from privlab.cli.attack import attack
 from privlab.defenses import DEFENSES
 from privlab.evaluation import Specification, applicable
-from privlab.inventory.explain import explain, known, parse_docstring
-from privlab.inventory.facts import ATTACK_FACTS, DEFENSE_FACTS, FLAG_MEANINGS, METRIC_MEANINGS
-from privlab.inventory.measured import describe, measured
-from privlab.inventory.references import CITED, cite, references
+from privlab.inventory.explain import explain, known
+from privlab.inventory.texts import cite, describe, docstrings, measured, references
 from privlab.metrics import METRICS, PLACEMENT
+from privlab.metrics.names import METRIC_MEANINGS
+from privlab.report.flag_meanings import FLAG_MEANINGS
 from privlab.runs import specify
 from privlab.threat import Capability, attack_declarations
 from privlab.victims import Victim, victim
@@ -28,9 +32,28 @@ from privlab.victims import Victim, victim
 
 def test_everything_has_a_page_and_facts() -> None:
     assert set(known()) >= {*ATTACKS, *DEFENSES, *METRICS, "lpips", *PLACEMENT, *FLAG_MEANINGS}
-    assert set(ATTACK_FACTS) == set(ATTACKS)
-    assert set(DEFENSE_FACTS) == set(DEFENSES)
     assert set(METRIC_MEANINGS) == {*PLACEMENT, "f_sim"}
+
+
+@pytest.mark.parametrize("name", [*ATTACKS, *DEFENSES])
+def test_a_docstring_has_its_sections(name: str) -> None:
+    """Idea, steps, limits, and for an attack what makes it exact; a cost, studies and papers where there are any."""
+    required = {"Idea", "Steps", "Fails if"} | ({"Exact if"} if name in ATTACKS else {"Cost"})
+    said = docstrings(name)[0].sections
+    assert required <= set(said)
+    assert all(said.values())
+    assert "→" not in "".join(text for title, text in said.items() if title != "Steps")
+    folder = Path(__file__).parents[2] / "docs/studies"
+    assert [stem for stem in explain(name).studies if not (folder / f"{stem}.md").exists()] == []
+    assert set(docstrings(name)[0].papers) <= set(references())
+
+
+def test_docstrings_are_read_without_torch() -> None:
+    code = (
+        "import sys; from privlab.inventory.texts import docstrings; from privlab.attacks import ATTACKS; "
+        "assert all(docstrings(name)[0].sections['Idea'] for name in ATTACKS); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", known())
@@ -53,7 +76,30 @@ def test_an_attack_says_what_it_declares(name: str) -> None:
         assert f"- `{option.name}`, by default " in page.sections["Options"]
     assert "not described" not in page.sections.get("Options", "")
     assert ("if it is named" in page.sections["When it runs"]) == attack_declarations(kind).named_only
-    assert page.sections["Where it is exact"].endswith(".")
+    assert page.sections["Exact if"].endswith(".")
+
+
+def test_the_docstring_of_a_plugin_is_read_without_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["raise RuntimeError", "class _Base:", "    'A base.\\n\\n    Shared.\\n    '", "class Ghost(_Base):"]
+    lines += ["    'Do it.\\n\\n    Exact if: never.\\n\\n    Source: [@key2020]\\n    '"]
+    (tmp_path / "ghost_plugin.py").write_text("\n".join(lines), "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    points = {"privlab.attacks": [EntryPoint("ghost", "ghost_plugin:Ghost", "privlab.attacks")]}
+    monkeypatch.setattr("privlab.base.plugins.installed_plugins", lambda group: points.get(group, []))
+    own, base = docstrings("ghost")
+    assert (own.summary, own.sections["Exact if"], own.papers, base.text) == (
+        "Do it.",
+        "never.",
+        ("key2020",),
+        "Shared.",
+    )
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_shortens_an_attack_are_its_options(name: str) -> None:
+    declared = attack_declarations(ATTACKS[name])
+    assert declared.short.keys() <= {option.name for option in fields(ATTACKS[name])}
+    assert not declared.activation or hasattr(torch.nn, declared.activation)
 
 
 @pytest.mark.parametrize("name", DEFENSES)
@@ -108,7 +154,7 @@ def test_an_unknown_name_is_refused_in_one_line(cli: Callable[..., Any], name: s
     assert (told.status, told.out) == (2, "")
     assert told.err.startswith(f"Error: Unknown attack, defense, metric or flag '{name}'. {hint}")
     assert told.err.count("\n") == 1
-    with pytest.raises(PrivlabError, match="Unknown attack, defense, metric or flag"):
+    with pytest.raises(PrivlabError, match="defense"):
         explain(name)
 
 
@@ -116,13 +162,17 @@ def test_a_docstring_is_read_in_its_parts() -> None:
     text = (
         "Do one thing\n    on two lines.\n\n    A formula:\n\n        a = b\n\n    Args:\n        first: its meaning,\n"
         "            on two lines.\n        second: another.\n\n    Raises:\n        PrivlabError: never.\n\n"
-        "    Source: a paper, Eq. 1.\n    "
+        "    Source: a paper,\n    Eq. 1. [@one2020; @two2021]\n    "
     )
+    found = parse_docstring(
+        text.replace("Args:", "Exact if: a is\n    zero.\n\n    Algorithm:\n\n    1. More.\n\n    Args:")
+    )
+    assert (found.text, found.sections["Exact if"]) == ("A formula:\n\n    a = b\n\n1. More.", "a is zero.")
     found = parse_docstring(text)
-    assert found.idea == "Do one thing on two lines."
+    assert found.summary == "Do one thing on two lines."
     assert found.text == "A formula:\n\n    a = b"
     assert found.arguments == {"first": "its meaning, on two lines.", "second": "another."}
-    assert found.source == "a paper, Eq. 1."
+    assert (found.source, found.papers) == ("a paper, Eq. 1.", ("one2020", "two2021"))
 
 
 @pytest.mark.parametrize("name", [*ATTACKS, *DEFENSES])
@@ -135,14 +185,14 @@ def test_a_page_has_three_sentences_a_drawing_and_its_papers(name: str) -> None:
     )
     assert {box.party for box in page.flow} == {"client", "released", "adversary"}
     assert 3 <= len(page.flow) <= 5
-    assert ("References" in page.sections) == (name in CITED)
+    assert ("References" in page.sections) == bool(docstrings(name)[0].papers)
     for year in re.findall(r"\((?:[\w ,.&]*\b)?((?:19|20)\d\d)\)", kind.paper):
-        assert any(references()[key].fields["year"] == year for key in CITED[name]), (kind.paper, year)
+        assert any(references()[key].fields["year"] == year for key in docstrings(name)[0].papers), (kind.paper, year)
 
 
 def test_each_paper_is_cited_and_each_citation_is_a_paper() -> None:
-    assert {key for keys in CITED.values() for key in keys} == set(references())
-    assert set(CITED) <= set(known())
+    cited = {key for name, kind in known().items() if kind != "flag" for key in docstrings(name)[0].papers}
+    assert cited == set(references())
     for key, entry in references().items():
         assert key.startswith(entry.fields["author"].split(",")[0].lower())
         assert entry.fields["year"] in key
@@ -179,6 +229,7 @@ def test_an_example_measures_today_what_its_page_says(name: str, tmp_path: Path,
     found = measured()[name]
     words = [*shlex.split(found["command"])[1:], "--metrics", "psnr", "--json", "--out", str(tmp_path / "run")]
     told = json.loads(cli(*words).out)["verdicts"][0]["measure"]
-    assert (told["attack"], told["exact"], told["control"]) == (found["attack"], found["exact"], found["control"])
-    near = 0.5 if found["psnr"][0] < 50 else 3  # rounding, which differs between processors
-    assert told["score"]["mean"] == pytest.approx(found["psnr"][0], abs=near)
+    assert (told["attack"], told["control"]) == (found["attack"], found["control"])
+    assert abs(told["exact"] - found["exact"]) <= 1  # rounding differs between processors
+    near = 0.5 if found["psnr"][0] < 50 else 3
+    assert told["mean"] == pytest.approx(min(found["psnr"][0], 100.0), abs=near)  # verdicts count more as 100

@@ -117,7 +117,7 @@ def test_images_of_a_release_share_a_mask_and_releases_do_not(monkeypatch: pytes
 
 
 def test_a_smaller_last_gradient_is_warned_of(confidant: type[Confidant], photos: Path) -> None:
-    with pytest.warns(privlab.base.warnings.PrivlabWarning, match="A gradient of 1 instead of 2 images"):
+    with pytest.warns(privlab.base.warnings.PrivlabWarning, match=r"gradient.*1.*2"):
         run(photos, attack="confidant", setting="a", gradient_batch=2, limit=3)
 
 
@@ -175,9 +175,9 @@ def test_no_control_is_a_photograph_under_attack() -> None:
     assert torch.allclose(full[mean], torch.stack([public[name] for name in "3456"]).mean(0).expand(3, -1, -1, -1))
     assert torch.equal(patchify(full[shuffled], 4).sort(1)[0], patchify(images, 4).sort(1)[0])
     assert torch.equal(full[flat], torch.tensor((0.5, 0.25, 1.0))[:, None, None].expand_as(images))
-    with pytest.warns(PrivlabWarning, match="2 public photographs are not under attack, for 3 images in one release"):
+    with pytest.warns(PrivlabWarning, match=r"2.*photographs.*3"):
         assert torch.equal(made("234")[other], torch.stack([public[name] for name in "343"]))
-    with pytest.warns(PrivlabWarning, match="0 public photographs .* are not scored"):
+    with pytest.warns(PrivlabWarning, match=r"0.*photographs"):
         assert list(made("2")) == [shuffled, flat]
     alone = made("23", together=False)
     assert torch.equal(alone[other], torch.stack([public[name] for name in "223"]))  # of "2" another one than its own

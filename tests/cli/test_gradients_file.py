@@ -297,13 +297,19 @@ def test_a_bad_file_is_one_line(audit: Callable[..., Any], step: Callable[..., P
 def test_a_batch_size_that_contradicts_the_head_is_one_line(
     audit: Callable[..., Any], step: Callable[..., Path]
 ) -> None:
-    error = audit(step((1, 5, 8), batch_size=1)).error
-    assert "with batch size 1 under reduction mean, the gradient of head.bias must name at most 1 labels" in error
     summed = rewritten(step((1, 5, 8)), scale(3))
     assert (
         "batch size 3 under reduction mean, the positive entries of head.bias add up to at most 1"
         in audit(summed).error
     )
+
+
+def test_several_labels_of_one_image_are_those_of_a_mixed_one_or_of_a_batch(
+    audit: Callable[..., Any], step: Callable[..., Path]
+) -> None:
+    told = audit(step((1, 5, 8), batch_size=1), "--attack", "patch-gradient", "--json").json
+    assert any("names 3 labels" in line for line in told["warnings"])
+    assert (told["leaks"], told["attacks"][0]["explained"], told["attacks"][0]["proof"]) == (None, False, None)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 1000, -100])

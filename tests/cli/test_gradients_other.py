@@ -193,6 +193,7 @@ def test_a_batch_names_what_could_run(
     assert flag.endswith("Add --attack gradient-matching")
     left = [message for message in told["warnings"] if message.startswith("Left out: ")]
     assert len(left) == 2
+    assert told["warnings"][-2:] == left  # after what is said of the file
     assert any("patch-gradient, patch-gradient-prior, mjp-subspace, mjp-full. Each needs" in each for each in left)
     error = audit(path, "--attack", "patch-gradient", "--overwrite").error
     assert error.endswith("Of 2 images in one gradient --attack gradient-matching can be tried.")
@@ -201,6 +202,9 @@ def test_a_batch_names_what_could_run(
     assert not any(flag.startswith("not tried") for flag in json.loads(named.out)["flags"])
     alone = json.loads(audit(step(), "--json", "--overwrite").out)
     assert not any(flag.startswith("not tried") for flag in alone["flags"])
+    (april,) = [message for message in alone["warnings"] if message.startswith("Left out: april.")]
+    assert april.endswith("`privlab explain april`.")
+    assert len(april) <= 160
 
 
 @pytest.mark.slow

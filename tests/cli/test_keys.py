@@ -1,6 +1,7 @@
 """`privlab keys`: every command as a user runs it, and each mistake in one line."""
 
 import json
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from privlab import victim
+from privlab.cli import _status
 from privlab.keys import load_key, residual_only, save_key
 from privlab.victims import save
 
@@ -24,18 +26,30 @@ def model(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-@pytest.fixture
-def key(cli: Cli, tmp_path: Path) -> Path:
-    assert cli("keys", "new", "--model", "vit_ti", "--out", tmp_path / "a.key").status == 0
-    return tmp_path / "a.key"
+@pytest.fixture(scope="module")
+def made(state: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a key, a model that it encrypted, and the owner's file; not to be written to."""
+    folder = tmp_path_factory.mktemp("keys")
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    named = {name: str(folder / f"{name}.safetensors") for name in ("model", "enc", "owner")}
+    key = str(folder / "a.key")
+    assert _status(["keys", "new", "--model", "vit_ti", "--out", key]) == 0
+    files = ["--out", named["enc"], "--owner", named["owner"]]
+    assert _status(["keys", "encrypt", named["model"], "--key", key, *files]) == 0
+    return folder
 
 
 @pytest.fixture
-def encrypted(cli: Cli, model: Path, key: Path, tmp_path: Path) -> Path:
+def key(made: Path, tmp_path: Path) -> Path:
+    """Return a key of ViT-Ti."""
+    return Path(shutil.copy(made / "a.key", tmp_path))
+
+
+@pytest.fixture
+def encrypted(made: Path, tmp_path: Path) -> Path:
     """Return an encrypted model, with its owner's file beside it."""
-    out, owner = tmp_path / "enc.safetensors", tmp_path / "owner.safetensors"
-    assert cli("keys", "encrypt", model, "--key", key, "--out", out, "--owner", owner).status == 0
-    return out
+    shutil.copy(made / "owner.safetensors", tmp_path)
+    return Path(shutil.copy(made / "enc.safetensors", tmp_path))
 
 
 def facts(result: object) -> dict[str, object]:

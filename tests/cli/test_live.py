@@ -34,7 +34,7 @@ def result(image: str, seconds: float = 1.0, worker: str = "here", **scores: flo
     ]
     rows.append(own | {"attack": "control:mean", "geometry": "in_place", "psnr": 12.0})
     spec = Specification(models=("vit_ti",), metrics=("mse", "psnr"))
-    task = Task(0, spec, ("c",), (Reference(0, image, image),), tuple(scores), (), True)
+    task = Task(0, spec, ("c",), (Reference(image, image, None),), tuple(scores), (), True)
     return Result(task, pa.Table.from_pylist(rows, schema=COLUMNS), seconds=seconds, worker=worker)
 
 
@@ -195,6 +195,7 @@ def test_where_tasks_run_is_checked_first(given: tuple[str, ...], reason: str, a
 
 
 def test_auto_is_decided_by_the_run() -> None:
-    assert engine_of("local", "auto", None, 1.0, 0.0) is None
-    assert engine_of("local", "3", None, 1.0, 0.0) == Engine(workers=3)
-    assert engine_of("ray", "auto", None, 2.0, 0.0) == Engine("ray", cpus=2.0)
+    local = {"engine": "local", "workers": "auto", "ray_address": None, "task_cpus": 1.0, "task_gpus": 0.0}
+    assert engine_of({**local}) is None
+    assert engine_of(local | {"workers": "3"}) == Engine(workers=3)
+    assert engine_of(local | {"engine": "ray", "task_cpus": 2.0}) == Engine("ray", cpus=2.0)

@@ -125,9 +125,12 @@ def test_an_audit_is_scored_by_squeeze_too(
     tmp_path: Path,
 ) -> None:
     options = ("--attack", "patch-gradient", "--public", photos)
-    done = audit(step(), *options, "--reference", photos / "a.png")
+    done = audit(step(hash_weights=False), *options, "--reference", photos / "a.png")
     assert done.status == 0
     assert "lpips squeeze ↓" in done.out
+    first, *_, last = json.loads((tmp_path / "audit" / "run.json").read_text())["warnings"]
+    assert not first.startswith("LPIPS")
+    assert last.startswith("LPIPS is by SqueezeNet")
     assert done.err.count("Warning: LPIPS is by SqueezeNet") == 1
     assert records(tmp_path / "audit").query("attack == 'patch-gradient'").lpips_squeeze.notna().sum() == 1
 

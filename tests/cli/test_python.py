@@ -129,7 +129,5 @@ def test_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
 
 
 def test_own_model_keeps_its_size(own: VisionTransformer) -> None:
-    with pytest.raises(
-        PrivlabError, match=r"--img-size 64 does not fit vit_tiny_patch16_224: .* keeps its 32×32 pixels"
-    ):
+    with pytest.raises(PrivlabError, match=r"--img-size.*64.*vit_tiny_patch16_224.*32×32"):
         privlab.attack(own, img_size=64)

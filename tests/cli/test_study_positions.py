@@ -11,9 +11,9 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from privlab.base import PrivlabError
+from privlab.experiments.figures.predictors import draw_predictors
 from privlab.experiments.studies.position_predictors import ETAS
 from privlab.reassembly import DropPosNetwork, Mp3Network, save_predictor
-from privlab.report.figures import draw_predictors
 from privlab.victims import VictimModel, hash_of
 
 

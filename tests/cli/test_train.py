@@ -17,11 +17,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from privlab.images import open_images, read_examples
+from privlab.experiments.methods.consistency import measure_consistency
+from privlab.experiments.training.objectives import OBJECTIVES
+from privlab.experiments.training.reading import read_examples
+from privlab.experiments.training.train_victim import PRESETS, TrainingConfig, _set_up
+from privlab.images import open_images
 from privlab.training.checkpoint import Checkpoints
-from privlab.training.objectives import OBJECTIVES
-from privlab.training.train_victim import PRESETS, TrainingConfig, _set_up
-from privlab.utility import measure_consistency
 from privlab.victims import hash_of, victim
 
 CLI = Callable[..., "Result"]  # noqa: F821  # of conftest, which test modules cannot import

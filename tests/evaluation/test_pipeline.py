@@ -23,8 +23,9 @@ from privlab.attacks import MjpSubspace, PatchGradient
 from privlab.defenses import Jigsaw
 from privlab.evaluation import CONTROLS, GEOMETRIES, Scorer, Trial
 from privlab.metrics import MIRRORED, STRUCTURE
-from privlab.report.tables import SINGLE, WORST, attack_label, summarise
-from privlab.report.tables.summary import flags, to_rich
+from privlab.report.tables import SINGLE, WORST, Facts, Flag, attack_label, red_flags, summarise
+from privlab.report.tables.results import by_case
+from privlab.report.tables.summary import to_rich
 from privlab.threat import Capability, Feed, Observation, Reconstruction, Sent
 from privlab.victims import victim
 
@@ -129,8 +130,7 @@ def test_the_oracle_gives_loose_and_other_results_the_same_order() -> None:
     trial, scorer = Trial("c", feed, images), Scorer(base.model, ["psnr"], {})
     noisy = (feed.images + 0.1 * torch.randn(feed.images.shape, generator=torch.Generator().manual_seed(3))).clamp(0, 1)
     plain, loose = (
-        scorer.geometries(Reconstruction(noisy, loose=of), trial)[1]["psnr"]
-        for of in (None, torch.ones_like(feed.moved))
+        scorer.laid(Reconstruction(noisy, loose=of), trial)[0][1]["psnr"] for of in (None, torch.ones_like(feed.moved))
     )
     assert plain == loose
     assert torch.equal(scorer.moved(trial), feed.moved)
@@ -155,7 +155,7 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
     scorer = Scorer(base.model, [*STRUCTURE], {})
     image = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     plain, away = (
-        scorer.geometries(Reconstruction(image), Trial("c", feed, reference), GEOMETRIES)
+        scorer.laid(Reconstruction(image), Trial("c", feed, reference), GEOMETRIES)[0]
         for reference in (images, images.flip(-1))
     )
     for one, other in zip(plain, away, strict=True):
@@ -163,20 +163,25 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
             assert one[name] == other[mirrored]
             assert one[mirrored] == other[name]
             assert one[name] != one[mirrored]
-    (own, _) = scorer.geometries(Reconstruction(images), Trial("c", feed, images))
+    (own, _), _ = scorer.laid(Reconstruction(images), Trial("c", feed, images))
     assert min(own["correlation"]) > 0.99 > 0.3 > max(own["correlation_mirrored"])
-    matched = replace(scorer, several=True).geometries(Reconstruction(image), Trial("c", feed, images))[0]
+    matched = replace(scorer, several=True).laid(Reconstruction(image), Trial("c", feed, images))[0][0]
     assert not matched.keys() & {*MIRRORED.values()}
+
+
+def flags(records: pd.DataFrame, metric: str) -> list[Flag]:
+    cased, cases = by_case(records)
+    return red_flags(Facts(cased, [case.label for case in cases], [metric]))
 
 
 @pytest.mark.slow
 def test_an_attack_no_better_than_a_control_is_named() -> None:
     """Under MJP both fail; without it neither is named."""
-    found = flags(attack(setting="a,c", attack="patch-gradient", gamma=1.0), ["psnr"])
+    found = flags(attack(setting="a,c", attack="patch-gradient", gamma=1.0), "psnr")
     (line,) = next(flag.items for flag in found if flag.head == "No better than a control")
     assert line.startswith("vit_ti_mjp, setting c, mjp: patch-gradient ")
     assert "does not beat control:" in line
-    plain = [flag.head for flag in flags(attack(setting="a", metrics="ssim"), ["ssim"])]
+    plain = [flag.head for flag in flags(attack(setting="a", metrics="ssim"), "ssim")]
     assert plain == ["Random weights", "Predicted labels", "Few images"]
 
 
@@ -194,7 +199,7 @@ def test_each_image_has_all_draws_of_a_random_defense() -> None:
     assert table.psnr["attack"] == pytest.approx(of_image.mean().mean())
     assert table.psnr["worst"] == pytest.approx(adversary.groupby("image_sha256").psnr.max().mean())
     assert (table.n == 3).all()
-    assert "One draw" not in [flag.head for flag in flags(records, ["psnr"])]
+    assert "One draw" not in [flag.head for flag in flags(records, "psnr")]
     alone = attack(setting="c", attack="patch-gradient", metrics="psnr", draw=2)
     assert alone.psnr.tolist() == records[records.draw == 2].psnr.tolist()
 

@@ -207,7 +207,7 @@ def test_a_study_writes_what_it_measured_and_again_the_same(folder: Path, tmp_pa
 
 def test_public_photographs_are_not_the_private_ones(folder: Path, tmp_path: Path) -> None:
     asked = plan(images=str(folder), solvers=("odds+slots",), protocols=("3x3@48",), public=str(folder))
-    with pytest.raises(PrivlabError, match=r"No image of .* is public"):
+    with pytest.raises(PrivlabError, match="public"):
         study(asked, tmp_path)
     Image.fromarray(np.full((48, 48, 3), 99, np.uint8)).save(folder / "9.png")
     one = plan(images=str(folder), limit=3, solvers=("odds+slots",), protocols=("3x3@48",), public=str(folder))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
+from privlab.experiments.figures.predictors import lay_out_patches
 from privlab.experiments.studies.position_embeddings import attention_weights
 from privlab.experiments.studies.position_predictors import (
     _attention,
@@ -22,10 +23,9 @@ from privlab.experiments.studies.position_predictors import (
     reinitialise,
     relative,
 )
-from privlab.images import Examples
+from privlab.experiments.training.examples import Examples
 from privlab.patches import permute, shuffle_within
 from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, tiles
-from privlab.report.figures import lay_out_patches
 from privlab.victims import VictimModel
 
 LEVELS = torch.arange(16) / 16

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr.app")
-pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, ("flwr", "ray"))), reason="needs flwr and ray")
 
 VICTIM = ("--model", "vit_ti", "--weights", "random", "--img-size", "64")
 

@@ -192,12 +192,12 @@ def test_fields_of_run_that_are_given(parse: Callable[..., Experiment]) -> None:
 
 @pytest.mark.parametrize("override", ["run.limit", "limit=3", "=3", "run.=3", "", "run"])
 def test_override_of_another_form(parse: Callable[..., Experiment], override: str) -> None:
-    with pytest.raises(PrivlabError, match=r"^--set must be TABLE.KEY=VALUE, such as run.limit=4. Found '"):
+    with pytest.raises(PrivlabError, match=r"^--set.*TABLE.KEY=VALUE.*run.limit=4.*'"):
         parse(SHORT, override)
 
 
 def test_override_of_an_unknown_table(parse: Callable[..., Experiment]) -> None:
-    with pytest.raises(PrivlabError, match=r"^Unknown table of --set 'tabel'. Did you mean table?"):
+    with pytest.raises(PrivlabError, match=r"--set.*'tabel'.*table?"):
         parse(SHORT, "tabel.bold=false")
 
 
@@ -251,7 +251,7 @@ def test_table_5_of_mjp() -> None:
 
 
 def test_name_of_no_experiment() -> None:
-    with pytest.raises(PrivlabError, match=r"^Unknown experiment 'mjp_tabel5'. Did you mean mjp_table5"):
+    with pytest.raises(PrivlabError, match=r"'mjp_tabel5'.*mjp_table5"):
         find_experiment("mjp_tabel5")
 
 

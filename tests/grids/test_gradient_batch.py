@@ -35,7 +35,7 @@ def test_batches_are_released_resumed_and_told_apart(
 def test_a_batch_of_more_than_there_is(
     experiment: Callable[..., Any], done: Callable[..., int], tmp_path: Path
 ) -> None:
-    with pytest.raises(PrivlabError, match=r"at most the number of images, 4\. Found 5"):
+    with pytest.raises(PrivlabError, match=r"number.*4.*5"):
         done(experiment(gradient_batch=5, **FORCED), tmp_path / "run")
 
 
@@ -43,5 +43,5 @@ def test_an_attack_for_one_image_is_a_footnote(
     experiment: Callable[..., Any], done: Callable[..., int], tmp_path: Path
 ) -> None:
     """Where it runs on no case, that is a mistake."""
-    with pytest.raises(PrivlabError, match=r"'patch-gradient' can run on no case.*batch_size_one"):
+    with pytest.raises(PrivlabError, match=r"'patch-gradient'.*case.*batch_size_one"):
         done(experiment(gradient_batch=2), tmp_path / "run")

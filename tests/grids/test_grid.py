@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from privlab.base import PrivlabError
-from privlab.evaluation import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA, Specification, batch_key
-from privlab.grids import Experiment, Grid, Job, Layout, Reference, Share, Task, joined, missing
+from privlab.evaluation import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA, Specification
+from privlab.grids import Experiment, Grid, Job, Layout, Options, Reference, Share, Task, joined
+from privlab.grids import missing as missing_of
 from privlab.stores import Store
 
 ATTACKS = ("april", "patch-gradient", "least-squares")
@@ -41,23 +43,21 @@ class World:
     def grid(self) -> Grid:
         """Return the cases laid out."""
         images = tuple(
-            Reference(place, f"{number}.png", "" if number < 0 else f"{number:064x}")
+            Reference(f"{number}.png", "" if number < 0 else f"{number:064x}", None, place=place)
             for place, number in enumerate(self.images)
         )
         jobs = [self._job(case, names, images) for case, names in enumerate(self.attacks)]
         return Grid(Experiment("x", "x", None, (), Layout()), tuple(jobs), (), {}, ())
 
     def _job(self, case: int, names: Sequence[str], images: tuple[Reference, ...]) -> Job:
-        size, batches = self.client_batch, None
+        size = self.client_batch
         spec = Specification(models=("vit_ti",), attacks=tuple(names), metrics=tuple(self.metrics), gamma=case / 64)
-        if size is not None:
-            spec = replace(spec, release="features", client_batch=size)
-            keys = [batch_key(i.sha256 for i in images[n : n + size]) for n in range(0, len(images), size)]
-            batches = tuple(keys[place // size] for place in range(len(images)))
+        how = {"release": "gradients"} if size is None else {"release": "features", "client_batch": size}
+        spec = replace(spec, **how)
         cells = {name: f"{case}/{name}" for name in (*names, *CONTROLS)}
         if self.shared:
             cells |= {name: f"0/{name}" for name in (names[0], *CONTROLS)}
-        return Job(case, spec, spec.settings[0], True, cells, {}, images, batches, tuple(self.metrics))
+        return Job(case, spec, spec.settings[0], True, cells, {}, images, tuple(self.metrics))
 
     def units(self) -> set[Unit]:
         """Return everything that there is to measure."""
@@ -68,6 +68,10 @@ class World:
             for image in job.images
             for metric in job.metrics
         }
+
+
+def missing(grid: Grid, store: Store | None, *, size: int = 16, **options: Any) -> list[Task]:
+    return missing_of(grid, None if store is None else store.path, Options(chunk=size, **options))
 
 
 def units(grid: Grid, tasks: Iterable[Task]) -> Counter[Unit]:
@@ -340,7 +344,6 @@ def test_later_metrics_are_scored_from_what_was_kept() -> None:
         found = {(task.attacks, task.images[0].sha256): task for task in missing(grid, store, size=1)}
         assert {key: [Path(file).stem for file in task.kept] for key, task in found.items() if task.kept} == wanted
         assert all(task.metrics == ("ssim",) for task in found.values())
-        assert not any(task.kept for task in missing(grid, store, size=1, again=False))
         alone = World([1, 2, 3], attacks=(("april",),), metrics=METRICS).grid()
         (task,) = missing(alone, store, size=3)
         assert [Path(file).stem for file in task.kept] == ["x", "y"]
@@ -367,7 +370,7 @@ def test_kept_file_that_is_torn_is_left_out() -> None:
 
 def test_settings_b_and_c_of_the_same_images_are_one_task() -> None:
     """What they release is the same; a task of other images, of another attack or of what was kept stays alone."""
-    images = (Reference(0, "0.png", "0" * 64),)
+    images = (Reference("0.png", "0" * 64, None),)
     specs = [Specification(models=("vit_ti",), settings=(setting,)) for setting in "bca"]
     b, c, a = (
         Task(i, spec, spec.settings, images, ATTACKS[:1], METRICS, controls=True) for i, spec in enumerate(specs)

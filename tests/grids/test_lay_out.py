@@ -38,7 +38,7 @@ def test_content_that_lies_there_twice_counts_once(
 
 
 def test_attack_that_can_run_on_no_case_is_refused(experiment: Callable[..., Experiment]) -> None:
-    with pytest.raises(PrivlabError, match=r"^'patch-gradient' can run on no case: "):
+    with pytest.raises(PrivlabError, match=r"^'patch-gradient'"):
         lay_out(experiment(model="vit_ti_nope"), CPU)
     mixed = '[[case]]\n[[case]]\nlabel = "without"\nmodel = "vit_ti_nope"'
     jobs = lay_out(experiment(mixed), CPU).jobs

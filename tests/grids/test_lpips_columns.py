@@ -10,7 +10,7 @@ import torch
 
 from privlab.evaluation import SETTINGS
 from privlab.grids import Experiment, lay_out, prepare
-from privlab.grids.lpips_columns import name_lpips
+from privlab.grids.definition import name_lpips
 from privlab.report.tables import Caption, load_results
 from privlab.stores import RunDirectory, Store
 

@@ -93,7 +93,7 @@ def test_failure_contradicts_nothing(store: Callable[..., Path]) -> None:
 
 def test_no_store(tmp_path: Path) -> None:
     for call in (check, existing, lambda path: merge(tmp_path / "all", [path])):
-        with pytest.raises(PrivlabError, match=r"holds no records: give the directory of a run.$"):
+        with pytest.raises(PrivlabError, match="directory"):
             call(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -157,7 +157,7 @@ def test_merge_sets_aside_what_is_torn(store: Callable[..., Path], tmp_path: Pat
 def test_merge_into_something_else(store: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "thesis.tex").write_text("mine")
-    with pytest.raises(PrivlabError, match=r"holds files of something else \(thesis.tex\). Give a new or empty --out."):
+    with pytest.raises(PrivlabError, match=r"\(thesis.tex\).*--out"):
         merge(tmp_path / "all", [store("one", row(0))])
     assert files(tmp_path / "all") == {"thesis.tex": b"mine"}
 
@@ -168,9 +168,9 @@ def test_merge_where_nothing_can_be_written(
     one, place = store("one", row(0)), small_disk("size=64k")
     shutil.copytree(one, place / "all")
     RunDirectory(one).write_file("pictures/00/x.png", b"x" * 100_000)
-    with pytest.raises(PrivlabError, match=r"^No space left on the device of "):
+    with pytest.raises(PrivlabError, match="device"):
         merge(place / "all", [one])
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-    with pytest.raises(PrivlabError, match=r"cannot be written: Read-only file system. Give another --out.$"):
+    with pytest.raises(PrivlabError, match=r"Read-only.*--out"):
         merge(place / "all", [one])
     assert Store(place / "all").frame().image.tolist() == ["0.png"]

@@ -25,19 +25,20 @@ def test_a_stream_is_read_once_to_plan_and_once_to_run(photos: Path, monkeypatch
             yield image
 
     stream = replace(source, count=None, names=None, read=pictures, at=None, file=None, about=None)
-    monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, split: stream)
+    monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda *_: stream)
     found = attack("vit_ti", images="hf:x", **OPTIONS)
     assert read == [*source.names] * 2
     assert list(found.psnr) == list(attack("vit_ti", images=photos, **OPTIONS).psnr)
 
 
 def test_places_of_a_stream_are_found_in_any_order_of_tasks(photos: Path) -> None:
-    source, reader = replace(open_images(str(photos)), at=None), _Reader()
+    opened, reader = open_images(str(photos)), _Reader()
+    source = replace(opened, read=lambda: iter(opened), at=None)
     names = [*source.names]
     asked = ([1], [2, 3], [0, 2], [3], [])
     assert [[each.name for each in reader.pick(source, places)] for places in asked] == [
         [names[place] for place in places] for places in asked
     ]
-    with pytest.raises(PrivlabError, match="has ended before image 9, which it had when planned"):
+    with pytest.raises(PrivlabError, match=r"9.*planned"):
         reader.pick(source, [9])
     assert [each.name for each in reader.pick(source, [1])] == names[1:2]

@@ -67,6 +67,6 @@ def test_a_run_that_goes_on_deletes_what_was_left(tmp_path: Path, left: str) -> 
 def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff")
     for make in (RunDirectory.create, Store):
-        with pytest.raises(PrivlabError, match=r"'.*\\xff' is no text in this locale, as the directory of a run must"):
+        with pytest.raises(PrivlabError, match=r"'.*\\xff'"):
             make(path)
     assert not path.exists()

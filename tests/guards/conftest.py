@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from privlab.attacks import ATTACKS
 from privlab.evaluation import (
     AttackGroup,
     Batch,
@@ -22,32 +23,10 @@ from privlab.evaluation import (
 )
 from privlab.evaluation import pipeline as evaluate
 from privlab.images import Chunk, NamedImage, Preprocessing
-from privlab.threat import FeatureObservation, Observation, Reconstruction
+from privlab.threat import FeatureObservation, Observation, Reconstruction, attack_declarations
 from privlab.victims import Victim, VictimModel, Weights
 
 CUT = Preprocessing(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
-SHORT = {
-    "patch-update": {"rounds": 1},
-    "adam-update": {"steps": 1, "stage_steps": 1},
-    "patch-gradient-prior": {"rounds": 1, "steps": 1, "passes": 1},
-    "mjp-subspace": {"rounds": 1, "steps": 1},
-    **{name: {"starts": 2, "rounds": 2, "steps": 3} for name in ("mjp-full", "token-separation")},
-    "gradient-matching": {"steps": 2, "restarts": 1},
-    "gradient-likelihood": {"steps": 2, "restarts": 1, "start": "patch-gradient"},
-    **{name: {"steps": 3} for name in ("head-inversion", "cocktail-party")},
-    "fedleak": {"steps": 1},
-    "fedavg-matching": {"steps": 1},
-    "spear": {"starts": 64, "rounds": 2},
-    "adapter-separation": {"starts": 8, "rounds": 1, "steps": 3, "tolerance": 0.5},
-    "qkv-span": {"steps": 1},
-    "orthogonal-matching": {"steps": 1},
-    "learning-to-invert": {"steps": 2, "releases": 8, "batch_size": 8},
-    "staged-likelihood": {"rounds": 1, "last_rounds": 1, "steps": 3},
-    "map-unet": {"steps": 2, "releases": 8, "batch_size": 8, "width": 4},
-    "feature-optimisation": {"steps": 3},
-    **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
-}
-"""Searches cut short: how far they come is of no interest here, only what they depend on."""
 
 
 @dataclass
@@ -129,7 +108,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
     ) -> Watched:
         base = small() if victim is None else victim
         named = given.get("attacks") or default_attacks("full")
-        short = {f"{name}.{option}={n}" for name in SHORT.keys() & {*named} for option, n in SHORT[name].items()}
+        short = {f"{name}.{key}={n}" for name in named for key, n in attack_declarations(ATTACKS[name]).short.items()}
         given["options"] = (*given.get("options", ()), *sorted(short))
         specification = Specification(
             **({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",), "effort": "full"} | given)

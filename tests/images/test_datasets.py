@@ -34,7 +34,7 @@ def test_fake_data() -> None:
     assert pixels(first).shape == (224, 224, 3)
     assert first.sha256 != second.sha256
     assert next(iter(source)).sha256 == first.sha256
-    with pytest.raises(PrivlabError, match=r"FakeData has no splits. Found split 'test'"):
+    with pytest.raises(PrivlabError, match=r"FakeData.*'test'"):
         open_images("torchvision:FakeData", split="test")
 
 
@@ -47,7 +47,7 @@ def test_labels_file_for_a_dataset(tmp_path: Path) -> None:
 
 
 def test_unknown_torchvision_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(PrivlabError, match=r"Unknown torchvision dataset 'CIFAR11'. Did you mean CIFAR10"):
+    with pytest.raises(PrivlabError, match=r"'CIFAR11'.*CIFAR10"):
         open_images("torchvision:CIFAR11")
     with pytest.raises(PrivlabError, match="Unknown torchvision dataset 'ImageFolder'"):
         open_images("torchvision:ImageFolder")
@@ -112,7 +112,7 @@ def test_train_argument_and_download(
     assert (unlabelled.label, unlabelled.label_origin) == (None, "none")
     assert broken.problem == "Truncated or damaged: broken."
     assert tensor.problem == "Not an image but a Tensor."
-    with pytest.raises(PrivlabError, match="Unknown split of torchvision's CIFAR10 'val'"):
+    with pytest.raises(PrivlabError, match=r"CIFAR10.*'val'"):
         open_images("torchvision:CIFAR10", split="val")
 
 
@@ -133,7 +133,7 @@ def test_split_argument(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hugging_face_needs_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(PrivlabError, match=r"'hf:food' needs the extra: pip install 'privlab\[datasets\]'"):
+    with pytest.raises(PrivlabError, match=r"'hf:food'.*'privlab\[datasets\]'"):
         open_images("hf:food")
 
 
@@ -205,7 +205,7 @@ def test_hugging_face_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     hub(monkeypatch, train=Stream([], features), test=Stream(rows, features))
     source = open_images("hf:pets")
     assert (source.count, source.class_names) == (None, ("cat", "dog"))
-    with pytest.raises(TypeError, match="length of Hugging Face pets/test is unknown"):
+    with pytest.raises(TypeError, match="pets/test"):
         len(source)
     first, second, empty, absent, missing = open_images("hf:pets", limit=5)
     assert (first.name, first.label, first.label_origin) == ("pets/test/0", 1, "dataset")
@@ -215,7 +215,7 @@ def test_hugging_face_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert empty.problem == "Empty file: 0 bytes."
     assert absent.problem == "No image in this row."
     assert missing.problem is not None
-    with pytest.raises(PrivlabError, match="stream of 'pets' broke at image 5: timed out"):
+    with pytest.raises(PrivlabError, match=r"'pets'.*5"):
         list(source)
 
 
@@ -225,9 +225,9 @@ def test_hugging_face_splits_and_columns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(open_images("hf:pets")) == 5
     assert len(open_images("hf:pets", limit=3)) == 3
     assert list(open_images("hf:pets", split="train")) == []
-    with pytest.raises(PrivlabError, match=r"Unknown split of 'pets' 'tets'. Did you mean"):
+    with pytest.raises(PrivlabError, match=r"'pets'.*'tets'"):
         open_images("hf:pets", split="tets")
-    with pytest.raises(PrivlabError, match=r"'pets' has no image column. Found: words"):
+    with pytest.raises(PrivlabError, match="'pets'"):
         open_images("hf:pets", split="text")
-    with pytest.raises(PrivlabError, match=r"Cannot open the Hugging Face dataset 'food': no network\."):
+    with pytest.raises(PrivlabError, match="'food'"):
         open_images("hf:food")

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image, ImageOps
 
-from privlab.base import PrivlabError
-from privlab.images import NamedImage, decode, image_from_pil, read_image
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.images import NamedImage, decode, image_from_pil, open_images, read_image
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -92,6 +93,113 @@ def test_dark_16_bit_grey_stays_dark(tmp_path: Path) -> None:
     for suffix in (".png", ".pgm"):
         path = saved(tmp_path / f"a{suffix}", Image.fromarray(np.full((16, 16), 200, np.uint16)))
         assert (pixels(read_image(path)) == 1).all()
+
+
+def png_of_16_bits(levels: np.ndarray) -> bytes:
+    """Return a PNG with 16 bits a channel, of h × w or h × w × c levels; Pillow writes none with colours."""
+    channels = 1 if levels.ndim == 2 else levels.shape[2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in levels)
+    header = struct.pack(">IIBBBBB", levels.shape[1], levels.shape[0], 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(rows), b"IEND": b""}
+    parts = [struct.pack(">I", len(v)) + k + v + struct.pack(">I", zlib.crc32(k + v)) for k, v in chunks.items()]
+    return b"".join([b"\x89PNG\r\n\x1a\n", *parts])
+
+
+@pytest.mark.parametrize("bits", [8, 10, 12, 14])
+@pytest.mark.parametrize("kind", ["grey.png", "grey.tiff", "colour.png", "colour.tiff", "colour-zip.tiff"])
+def test_levels_of_fewer_bits_are_named_and_read_by_their_depth(tmp_path: Path, bits: int, kind: str) -> None:
+    white, path = 2**bits - 1, tmp_path / kind
+    levels = np.linspace(0, white, 16 * 16 * 3).round().astype(np.uint16).reshape(16, 16, 3)
+    if kind.startswith("grey"):
+        Image.fromarray(levels[..., 0].copy()).save(path)
+        levels = levels[..., :1]
+    elif kind.endswith("png"):
+        path.write_bytes(png_of_16_bits(levels))
+    else:
+        tifffile.imwrite(path, levels, photometric="rgb", compression="zlib" if "zip" in kind else None)
+    high = int(levels.max())
+    with pytest.warns(PrivlabWarning, match=f"levels from 0 to {high} in 16 bits .* --bit-depth {bits} ") as caught:
+        (dark,) = open_images(path)
+    assert len(caught) == 1
+    assert pixels(dark).max() <= high / 65535 * 255 + 1
+    (image,) = open_images(path, bit_depth=bits)
+    assert np.abs(pixels(image) - levels * (255 / white)).max() <= 0.5
+    assert image.sha256 == dark.sha256
+    (stated,) = open_images(path, bit_depth=16)
+    assert (pixels(stated) == pixels(dark)).all() or kind.startswith("colour")
+    (small,) = open_images(path, bit_depth=bits - 2)
+    assert small.problem is not None
+    assert f"Levels up to {high} do not fit" in small.problem
+
+
+def test_the_first_dark_image_of_a_source_is_named_once(tmp_path: Path) -> None:
+    for name, level in (("a", 60000), ("b", 4000), ("c", 900)):
+        saved(tmp_path / f"{name}.png", Image.fromarray(np.full((16, 16), level, np.uint16)))
+    with pytest.warns(PrivlabWarning, match=r"'b.png'.*4000.*4000") as caught:
+        list(open_images(tmp_path))
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("level", [0, 2**14, 65535])
+def test_black_and_ordinary_levels_of_16_bits_are_no_reason_to_warn(tmp_path: Path, level: int) -> None:
+    grey = np.full((16, 16), level, np.uint16)
+    raw(tmp_path / "b.png", png_of_16_bits(np.stack([grey] * 3, 2)))
+    for path in (saved(tmp_path / "a.png", Image.fromarray(grey)), tmp_path / "b.png"):
+        (image,) = open_images(path)
+        assert (pixels(image) == round(level / 257)).all()
+
+
+def test_the_depth_of_8_bit_files_is_theirs(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.png", noise(16, 16))
+    assert (pixels(read_image(path, bit_depth=12)) == pixels(read_image(path))).all()
+
+
+@pytest.mark.parametrize("depth", [0, 17, -1, True])
+def test_a_depth_is_a_number_of_bits(tmp_path: Path, depth: Any) -> None:
+    path = saved(tmp_path / "a.png", noise(16, 16))
+    for read in (read_image, open_images):
+        with pytest.raises(PrivlabError, match=r"bit_depth.*1.*16"):
+            read(path, bit_depth=depth)
+
+
+def test_a_tiff_may_state_its_12_bits(tmp_path: Path) -> None:
+    """Two levels are packed into three bytes."""
+    levels = np.arange(256).reshape(16, 16) * 16
+    first, second = levels.reshape(-1, 2).T
+    packed = np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], 1).astype(np.uint8).tobytes()
+    tags = [(256, 16), (257, 16), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 16), (279, len(packed))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    directory = struct.pack("<H", len(tags)) + entries + struct.pack("<I", 0)
+    path = raw(tmp_path / "a.tiff", b"II*\0" + struct.pack("<I", 8 + len(packed)) + packed + directory)
+    (image,) = open_images(path)
+    assert np.abs(pixels(image)[..., 0] - levels / 4095 * 255).max() <= 0.5
+
+
+def test_16_bit_colours_in_separate_planes_are_refused(tmp_path: Path) -> None:
+    """Pillow reads every byte of them as a pixel."""
+    levels = np.full((3, 16, 16), 300, np.uint16)
+    tifffile.imwrite(path := tmp_path / "a.tiff", levels, photometric="rgb", planarconfig="separate")
+    assert "separate planes" in (read_image(path).problem or "")
+
+
+def test_orientation_and_transparency_hold_at_a_stated_depth(tmp_path: Path) -> None:
+    levels = np.zeros((16, 24, 3), np.uint16)
+    levels[:, :12] = 4095
+    tifffile.imwrite(path := tmp_path / "a.tiff", levels, photometric="rgb", extratags=[(274, "H", 1, 6, True)])
+    turned = pixels(read_image(path, bit_depth=12))
+    assert turned.shape == (24, 16, 3)
+    assert (turned[:12] == 255).all()
+    assert (turned[12:] == 0).all()
+    clear = np.full((16, 16, 4), 65535, np.uint16)
+    clear[..., :3] = 2000
+    clear[:8, :, 3] = 0
+    values = pixels(read_image(raw(tmp_path / "b.png", png_of_16_bits(clear)), bit_depth=12))
+    assert (values[:8] == 255).all()
+    assert (values[8:] == round(2000 / 4095 * 255)).all()
+    grey = clear[..., [0, 3]]
+    assert "without transparency" in (
+        read_image(raw(tmp_path / "c.png", png_of_16_bits(grey)), bit_depth=12).problem or ""
+    )
 
 
 def test_big_endian_16_bit_grey(tmp_path: Path) -> None:
@@ -199,13 +307,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_file_has_a_one_line_problem(tmp_path: Path, case: str) -> None:
     make, message = REFUSED[case]
-    image = read_image(make(tmp_path), name="a", label=3, label_origin="folder")
+    image = read_image(make(tmp_path), name="a")
     assert image.problem is not None
     with pytest.raises(PrivlabError, match=message):
         raise PrivlabError(image.problem)
     assert "\n" not in image.problem
     assert "0x" not in image.problem
-    assert (image.name, image.pixels, image.label, image.label_origin) == ("a", None, 3, "folder")
+    assert (image.name, image.pixels) == ("a", None)
 
 
 def test_image_between_pillows_limit_and_ours_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +342,8 @@ def test_permission_error_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monke
 def test_damage_found_late_is_a_problem(tmp_path: Path) -> None:
     """Pillow opens a file by its header: a data set may hand over an image whose pixels cannot be read."""
     with Image.open(cut(saved(tmp_path / "a.png", noise(64, 64)), 0.6)) as image:
-        found = image_from_pil(image, "a", 3, "dataset")
-    assert (found.sha256, found.pixels, found.label, found.label_origin) == ("", None, 3, "dataset")
+        found = image_from_pil(image, "a")
+    assert (found.sha256, found.pixels) == ("", None)
     assert found.problem is not None
     assert found.problem.startswith("Truncated or damaged: ")
 
@@ -247,11 +355,11 @@ def test_threads_that_overlap_leave_the_filters_of_warnings_as_they_were(
     path, plain, before = saved(tmp_path / "a.png"), decode._rgb, list(warnings.filters)
     inside, may_leave = ({name: threading.Event() for name in "ab"} for _ in range(2))
 
-    def held(image: Image.Image) -> Image.Image:
+    def held(image: Image.Image, bit_depth: int | None) -> tuple[Image.Image, tuple[int, int] | None]:
         name = threading.current_thread().name
         inside[name].set()
         assert may_leave[name].wait(60)
-        return plain(image)
+        return plain(image, bit_depth)
 
     monkeypatch.setattr(decode, "_rgb", held)
     threads = {name: threading.Thread(target=read_image, args=(path,), name=name) for name in "ab"}

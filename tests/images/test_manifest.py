@@ -127,7 +127,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ImageSource]:
     pictures = [NamedImage(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
 
     def opened(count: int | None = None, **choice: Any) -> ImageSource:
-        monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, split: stream(pictures, count))
+        monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, how: stream(pictures, count))
         return open_images("hf:x", **choice)
 
     return opened
@@ -138,7 +138,7 @@ def test_positions_of_a_stream(streamed: Callable[..., ImageSource], count: int 
     assert names(streamed(count, every=2, offset=1)) == ["s/1", "s/3"]
     assert names(streamed(count, every=2, limit=2)) == ["s/0", "s/2"]
     assert streamed(count, every=2).count == (None if count is None else 3)
-    with pytest.raises(PrivlabError, match=r"^offset must be less than the number of images.*Found 5\.$"):
+    with pytest.raises(PrivlabError, match=r"images.*Found.*5"):
         list(streamed(count, offset=5))
 
 
@@ -150,7 +150,7 @@ def test_manifest_of_a_stream(streamed: Callable[..., ImageSource], tmp_path: Pa
     assert (names(source), source.count) == (["s/3", "s/0", "s/4"], 3)
     assert [image.name for image in source.pick([2, 0])] == ["s/4", "s/3"]
     written(tmp_path / "m.csv", f"s/1,{everything[1].sha256}", f"s/9,{A}")
-    with pytest.raises(PrivlabError, match=r"m\.csv, line 3: no image 's/9' in a stream\. Give the --images"):
+    with pytest.raises(PrivlabError, match=r"m\.csv.*3.*'s/9'.*--images"):
         streamed(manifest=tmp_path / "m.csv")
 
 
@@ -341,9 +341,7 @@ def test_manifest_that_is_not_there(tmp_path: Path) -> None:
 def test_manifest_of_other_images(classes: Path, tmp_path: Path) -> None:
     own = sha(classes / "a/1.png")
     path = written(tmp_path / "m.csv", f"a/1.png,{own}", f"a/9.png,{A}")
-    with pytest.raises(
-        PrivlabError, match=r"m\.csv, line 3: no image 'a/9\.png' in folder .*; its names are such as 'a/1"
-    ):
+    with pytest.raises(PrivlabError, match=r"m\.csv.*3.*'a/9\.png'.*'a/1"):
         open_images(str(classes), manifest=path)
     written(path, f"a/1.png,{own}", f"b/1.png,{A}")
     there = sha(classes / "b/1.png")[:12]
@@ -358,5 +356,5 @@ def test_file_that_cannot_be_read_has_no_hash(classes: Path, tmp_path: Path) -> 
     source = open_images(str(tmp_path / "data"))
     path = written(tmp_path / "m.csv", f"x.png,{sha(tmp_path / 'data/x.png')}")
     (tmp_path / "data/x.png").unlink()
-    with pytest.raises(PrivlabError, match=r"line 2: the SHA-256 of 'x\.png' cannot be had, for it cannot be read\."):
+    with pytest.raises(PrivlabError, match=r"2.*SHA-256.*'x\.png'"):
         choose_images(source, path)

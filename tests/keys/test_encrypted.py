@@ -194,9 +194,9 @@ def test_public_weights_come_from_files(model: Path, vit: VisionTransformer) -> 
 
 
 def test_heads_are_asked_for_and_only_of_files(model: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"do not say how many heads they have: give --heads for '.*model"):
+    with pytest.raises(PrivlabError, match=r"--heads.*'.*model"):
         shape_of_model(str(model))
-    with pytest.raises(PrivlabError, match=r"--heads is for files\. 'vit_b' has its own"):
+    with pytest.raises(PrivlabError, match=r"--heads.*'vit_b'"):
         shape_of_model("vit_b", 12)
 
 
@@ -236,19 +236,19 @@ def test_what_is_encrypted_is_not_encrypted_again(sealed: Path, stored: KeyFile,
 
 
 def test_what_is_not_encrypted_is_not_rekeyed(model: Path, stored: KeyFile, tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match="does not say that it is encrypted"):
+    with pytest.raises(PrivlabError, match="encrypted"):
         rekey_file(read_model(model), stored, stored, tmp_path / "b")
 
 
 def test_the_owners_file_is_asked_for(sealed: Path, stored: KeyFile) -> None:
-    with pytest.raises(PrivlabError, match="are with its owner: give --owner"):
+    with pytest.raises(PrivlabError, match="--owner"):
         decrypted(sealed, stored, owner=None)
 
 
 def test_another_owners_file_is_refused(sealed: Path, stored: KeyFile) -> None:
     kept = load_file(owner := sealed.with_name("owner.safetensors"))
     save_file(kept | {"head.bias": kept["head.bias"] + 1}, owner)
-    with pytest.raises(PrivlabError, match="is not the owner's file of"):
+    with pytest.raises(PrivlabError, match="owner"):
         decrypted(sealed, stored)
 
 

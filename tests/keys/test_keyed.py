@@ -150,7 +150,7 @@ def test_unknown_blocks_are_refused_by_name(tiny_vit: Callable[..., VisionTransf
 
 def test_unknown_attention_is_refused_by_name(tiny_vit: Callable[..., VisionTransformer]) -> None:
     vit = tiny_vit(embed_dim=16, depth=1, num_heads=2, attn_layer="diff")
-    with pytest.raises(PrivlabError, match="No key is known for the attention DiffAttention"):
+    with pytest.raises(PrivlabError, match="DiffAttention"):
         ModelShape.of(vit)
 
 
@@ -163,14 +163,14 @@ def test_unknown_tensors_are_refused_by_name(vit: VisionTransformer) -> None:
 
 def test_misshaped_tensors_are_refused_by_name(vit: VisionTransformer) -> None:
     shape = ModelShape.of(vit)
-    with pytest.raises(PrivlabError, match=r"'blocks.0.norm1.bias' has shape \(15,\), not \(16,\)"):
+    with pytest.raises(PrivlabError, match=r"'blocks.0.norm1.bias'.*\(15,\).*\(16,\)"):
         apply_key({"blocks.0.norm1.bias": torch.zeros(15)}, new_key(shape), shape)
 
 
 def test_missing_tensors_are_named(vit: VisionTransformer) -> None:
     state = dict(vit.state_dict())
     del state["blocks.1.norm2.bias"]
-    with pytest.raises(PrivlabError, match=r"lack a tensor that other blocks have: 'blocks.1.norm2.bias'"):
+    with pytest.raises(PrivlabError, match=r"'blocks.1.norm2.bias'"):
         ModelShape.of_state(state, 4)
 
 
@@ -188,18 +188,18 @@ def test_heads_that_do_not_divide_are_refused(vit: VisionTransformer, heads: int
 
 def test_unknown_spaces_are_refused_with_the_nearest() -> None:
     for call in (new_key, key_bits, residual_bits):
-        with pytest.raises(PrivlabError, match=r"Unknown key space 'papers'. Did you mean paper\?"):
+        with pytest.raises(PrivlabError, match=r"'papers'.*paper\?"):
             call(SHAPE, "papers")
 
 
 def test_the_papers_space_needs_heads_that_fill_the_width() -> None:
-    with pytest.raises(PrivlabError, match=r"need width = heads × head size\. Found 9 and 2 × 4"):
+    with pytest.raises(PrivlabError, match=r"width.*9.*2.*4"):
         new_key(replace(SHAPE, width=9), "paper")
 
 
 def test_a_key_of_another_shape_is_refused(vit: VisionTransformer) -> None:
     shape = ModelShape.of(vit)
-    with pytest.raises(PrivlabError, match=r"for another model: its order 'residual' has shape \(8,\), not \(16,\)"):
+    with pytest.raises(PrivlabError, match=r"'residual'.*\(8,\).*\(16,\)"):
         apply_key(vit.state_dict(), new_key(SHAPE), shape)
 
 

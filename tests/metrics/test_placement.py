@@ -7,6 +7,7 @@ import torch
 
 from privlab.metrics import (
     as_sent,
+    assign_images,
     displaced_slots,
     in_best_order,
     key_recovered,
@@ -142,3 +143,17 @@ def test_reconstructions_are_matched_to_images_only_where_rows_crossed_them() ->
     assert torch.equal(put_right.images, IMAGES)
     assert placement_accuracy(crossed, put_right).tolist() == [1, 1]
     assert match_images(own, swapped, IMAGES) is swapped
+
+
+@pytest.mark.parametrize("assign", ["match", "gradient"])
+def test_no_reconstruction_stands_for_two_images(assign: str) -> None:
+    """One of two reconstructions is nearest to both images; the other one has to be scored as well."""
+    fed = torch.stack([torch.full((3, 6, 8), 0.4), torch.full((3, 6, 8), 0.6)])
+    found = torch.stack([torch.full((3, 6, 8), 0.5), torch.ones(3, 6, 8)])
+    if assign == "gradient":
+        placed = assign_images(Reconstruction(found), fed, 2).images
+    else:
+        crossed = Sent(torch.zeros(2, T, 5), torch.arange(2 * T).view(2, T).flip(0), PREFIX)
+        placed = match_images(crossed, Reconstruction(found), fed).images
+    assert torch.equal(placed, found)
+    assert torch.equal(assign_images(Reconstruction(found.flip(0)), fed, 2).images, found)

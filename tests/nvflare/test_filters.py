@@ -99,7 +99,7 @@ def test_an_update_that_leaks_is_blocked(
     passes(own, context, IN, FULL, before)
     with pytest.raises(ContentBlockedException, match=LEAKS):
         passes(own, context, OUT, FULL, after)
-    with pytest.raises(ContentBlockedException, match="it cannot be audited: An audit needs the weights by timm's nam"):
+    with pytest.raises(ContentBlockedException, match="weights"):
         passes(own, context, OUT, FULL, {"head.bias": after["head.bias"]})
     more = AuditFilter(vit, Client(lr=0.01), str(tmp_path), lambda: photographs(1, 64), max_psnr=300.0)
     passes(more, context, OUT, FULL, after)

@@ -30,7 +30,7 @@ def test_patches_have_the_order_of_a_convolutions_weight() -> None:
 
 
 def test_sides_that_are_no_multiples_are_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"multiples of the patch size 4\. Found 9×8"):
+    with pytest.raises(PrivlabError, match=r"4.*9×8"):
         patchify(torch.rand(1, 3, 9, 8), 4)
 
 
@@ -70,7 +70,7 @@ def test_mask_is_made_of_blocks() -> None:
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
 def test_ratio_outside_of_its_range_is_refused(ratio: float) -> None:
-    with pytest.raises(PrivlabError, match=r"γ must be in \[0, 1\]\. Found"):
+    with pytest.raises(PrivlabError, match=r"γ.*\[0.*1\].*Found"):
         blockwise_mask((4, 4), ratio, Generator())
 
 

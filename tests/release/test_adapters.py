@@ -152,15 +152,15 @@ def test_what_cannot_be_adapted_is_one_line(model: VictimModel, monkeypatch: pyt
     for rank in (0, 65):
         with pytest.raises(PrivlabError, match=rf"client.rank must be in \[1, 64\]. Found {rank}."):
             Client(trains="lora", rank=rank)
-    with pytest.raises(PrivlabError, match=r"client.rank=8 is of lora and adapters. Found client.trains=head."):
+    with pytest.raises(PrivlabError, match=r"client.rank=8.*client.trains=head"):
         Client(trains="head", rank=8)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "peft", None)
-        with pytest.raises(PrivlabError, match=r"client.trains=lora needs peft: pip install 'privlab\[peft\]'."):
+        with pytest.raises(PrivlabError, match=r"client.trains=lora.*'privlab\[peft\]'"):
             adapted(model, 2)
     for block in model.vit.blocks:
         block.attn = nn.Identity()
-    with pytest.raises(PrivlabError, match=r"adapts the layers named qkv. This model has none."):
+    with pytest.raises(PrivlabError, match="layers"):
         run_client(model, LORA, private(1))
 
 

@@ -33,7 +33,7 @@ from privlab.release import (
     released_parameters,
 )
 from privlab.release.capture import capture
-from privlab.release.residual import residual
+from privlab.release.explained import residual
 from privlab.threat import Capability, Feed, Observation
 from privlab.victims import VictimModel, hash_of, victim
 
@@ -173,16 +173,17 @@ def test_capture_brings_nothing_heavy() -> None:
 
 def test_a_mistake_in_the_loop_is_one_line(tmp_path: Path) -> None:
     layer, path = nn.Linear(2, 2), tmp_path / "update.safetensors"
-    with pytest.raises(PrivlabError, match=r"call capture after loss\.backward\(\), before zero_grad\(\)"):
+    with pytest.raises(PrivlabError, match=r"loss\.backward\(\).*zero_grad\(\)"):
         capture(layer, path, batch_size=1)
     layer(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(PrivlabError, match=r"batch_size must be a positive number\. Found 0\."):
+    with pytest.raises(PrivlabError, match=r"batch_size.*0"):
         capture(layer, path, batch_size=0)
-    with pytest.raises(PrivlabError, match=r"reduction must be mean or sum\. Found 'none'\."):
+    with pytest.raises(PrivlabError, match="'none'"):
         capture(layer, path, batch_size=1, reduction="none")
-    with pytest.raises(PrivlabError, match="cannot be written to"):
-        capture(layer, tmp_path / "nowhere" / "update.safetensors", batch_size=1)
-    assert list(tmp_path.iterdir()) == []
+    (file := tmp_path / "file").touch()
+    with pytest.raises(PrivlabError, match="cannot be written"):
+        capture(layer, file / "update.safetensors", batch_size=1)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def released_head(mean: Tensor, size: int, reduction: str) -> GradientFile:
@@ -220,16 +221,16 @@ def test_a_head_that_contradicts_the_metadata_is_refused() -> None:
     h = (p - F.one_hot(torch.tensor([1, 2, 3, 3]), 10)).sum(0)
     assert check_head(released_head(h, 4, "sum"))
     assert check_head(released_head(h / 4, 4, "mean"))
-    with pytest.raises(PrivlabError, match=r"batch size 4 under reduction mean, .* add up to at most 1\. Found 2\.8"):
+    with pytest.raises(PrivlabError, match=r"4.*reduction.*1.*2\.8"):
         check_head(released_head(h, 4, "mean"))
-    with pytest.raises(PrivlabError, match=r"batch size 1 under reduction mean, .* at most 1 labels\. Found 3"):
-        check_head(released_head(h / 4, 1, "mean"))
-    with pytest.raises(PrivlabError, match=r"under reduction sum, .* at most 2\. Found 2\.8"):
+    with pytest.warns(PrivlabWarning, match=r"1.*reduction.*3"):
+        assert not check_head(released_head(h / 4, 1, "mean"))
+    with pytest.raises(PrivlabError, match=r"reduction.*2.*2\.8"):
         check_head(released_head(h, 2, "sum"))
 
 
 def test_a_head_that_tells_nothing_is_warned_of() -> None:
-    with pytest.warns(PrivlabWarning, match=r"adds up to -2 instead of 0: the loss is no softmax cross-entropy"):
+    with pytest.warns(PrivlabWarning, match=r"-2.*0.*cross-entropy"):
         assert not check_head(released_head(torch.tensor([-1.0, -1.0]), 1, "mean"))
     with pytest.warns(PrivlabWarning, match=r"no gradient of head\.bias"):
         assert not check_head(GradientFile("f", {}, 1, "mean"))

@@ -33,7 +33,7 @@ from privlab.defenses import (
 )
 from privlab.release import effects_of, kinds_of, measure_effects, observe_features, send
 from privlab.release.effects import contradictions
-from privlab.report.tables import red_flags
+from privlab.report.tables import Facts, red_flags
 from privlab.threat import Draws, Effects, Feed, Sent, Stack
 from privlab.victims import VictimModel
 
@@ -171,7 +171,7 @@ def test_what_is_not_declared_is_measured(tiny_model: Make) -> None:
     assert measure_effects(model, Odd("scale")) == Effects(other=True)
     assert measure_effects(model, Odd("bright")).rows == "own"
     assert measure_effects(model, Odd("seldom")).rows == "shared"
-    with pytest.raises(PrivlabError, match=r"^Defense 'odd' does not run: ValueError: no such thing$"):
+    with pytest.raises(PrivlabError, match=r"'odd'.*ValueError"):
         measure_effects(model, Odd("fails"))
 
 
@@ -233,7 +233,7 @@ def test_what_is_declared_must_be_effects(tiny_model: Make) -> None:
     class Told(RowPermutation):
         acts_as = "row-permutation"
 
-    with pytest.raises(PrivlabError, match=r"acts_as of defense 'row-permutation' must be .*Effects. Found str"):
+    with pytest.raises(PrivlabError, match=r"acts_as.*'row-permutation'.*Effects"):
         effects_of(tiny_model(), [Told()])
 
 
@@ -327,7 +327,7 @@ def test_who_knows_a_defense_knows_it_by_another_name(theirs: str, attack: str, 
     row = {"case": 0, "attack": attack, "geometry": "in_place", "image": "x", "image_sha256": "x", "status": "ok"}
     release = "features" if attack in ("pe-assignment", "least-squares", "border-jigsaw") else "gradients"
     row |= {"defense": theirs, "defense_params": params, "release": release, "psnr": 20.0, "setting": "c"}
-    heads = {flag.head: flag.items for flag in red_flags(pd.DataFrame([row]), ["here"])}
+    heads = {flag.head: flag.items for flag in red_flags(Facts(pd.DataFrame([row]), ["here"], ["psnr"]))}
     assert ("No adaptive attack" not in heads) == silent
     if theirs == "my-rows" and not silent:
         assert "pe-assignment" in heads["No adaptive attack"][0]

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from privlab.attacks import PatchUpdate
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise, GradientPruning, PercentilePrivacy
 from privlab.evaluation.client_updates import explained_by
 from privlab.release import EXPLAINED_RESIDUAL, exact_entries, labels_that_rise, observe_updates, scale_of
-from privlab.release.residual import explained_share, residual, residual_of_clients
+from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
 from privlab.release.update_files import label_of_update
 from privlab.threat import Client, ClientData, GradientDefense, Observation
 from privlab.victims import VictimModel, victim
@@ -38,6 +39,171 @@ def test_the_share_is_that_of_the_square(tiny_model: Model, crops: Tensor) -> No
     assert explained_share(0.5) == 0.75
     assert explained_share(0.0) == 1
     assert explained_share(1.5) == explained_share(float("inf")) == 0
+
+
+def with_head(model: VictimModel, deviation: float) -> VictimModel:
+    """Return the model with a head of this deviation, as fine-tuning begins, and attention that is not fused."""
+    for block in model.vit.blocks:
+        block.attn.fused_attn = False
+    torch.nn.init.normal_(model.vit.head.weight, std=deviation, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.zeros_(model.vit.head.bias)
+    return model
+
+
+def at_distance(image: Tensor, start: Tensor, psnr: float) -> Tensor:
+    """Return the image on the way from one to another that has this PSNR, or the other one where that is nearer."""
+    way = start - image
+    return image + way * min(1.0, 10 ** (-psnr / 20) / float(way.square().mean().sqrt()))
+
+
+def worst_image(seen: Observation, image: Tensor, start: Tensor, target: Tensor, psnr: float, steps: int) -> Tensor:
+    """Return the image of this PSNR or less with the least residual of one step's gradient, by Adam from a start.
+
+    The gradient of the head is that of the release whatever the image: an adversary would fit the label to it.
+    """
+    model, names = seen.model, [n for n in seen.gradients if not n.startswith("head.")]
+    parameters = [model.vit.get_parameter(name).requires_grad_() for name in names]
+    held = [seen.gradients[name][0] / seen.client.reach for name in names]
+    h = model(image).softmax(1).detach() - target
+    x = at_distance(image, start, psnr).clone().requires_grad_()
+    optimiser, best, least = torch.optim.Adam([x], lr=0.02), x.detach(), float("inf")
+    for _ in range(steps):
+        made = torch.autograd.grad((model(x) * h).sum(), parameters, create_graph=True)
+        shares = [(g - u).square().sum() / u.square().sum() for g, u in zip(made, held, strict=True)]
+        of_all = sum((g - u).square().sum() for g, u in zip(made, held, strict=True)) / sum(
+            u.square().sum() for u in held
+        )
+        loss = of_all + shares[names.index("patch_embed.proj.weight")]
+        if float(loss.detach()) < least:
+            best, least = x.detach().clone(), float(loss.detach())
+        (x.grad,) = torch.autograd.grad(loss.log(), x)
+        optimiser.step()
+        with torch.no_grad():
+            x.clamp_(0, 1)
+            off = float((x - image).square().mean().sqrt())
+            x.copy_(image + (x - image) * max(1.0, 10 ** (-psnr / 20) / off)).clamp_(0, 1)
+    model.requires_grad_(False)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("deviation", "steps", "without"),
+    [
+        (2e-5, 1, ""),
+        (0.02, 1, "pos_embed"),
+        *(pytest.param(*of, "", marks=pytest.mark.slow) for of in ((0.02, 1), (2e-5, 5), (0.02, 5))),
+    ],
+)
+def test_no_image_of_ten_decibels_is_certified_whatever_the_head(
+    tiny_model: Model, crops: Tensor, deviation: float, steps: int, without: str
+) -> None:
+    """The head of 2e-5 has nearly all of the update's norm; images are optimised against the residual."""
+    model, image = with_head(tiny_model(num_classes=6), deviation), crops[60:61].double()
+    client, target = Client(lr=0.05, steps=steps), one_hot(torch.tensor([3]), 6).double()
+    seen = observe_updates(model, client, [ClientData(image, torch.tensor([3]), torch.Generator())])
+    first = observe_updates(model, replace(client, steps=1), [ClientData(image, torch.tensor([3]), torch.Generator())])
+    seen, first = (
+        replace(one, gradients={name: u for name, u in one.gradients.items() if name != without})
+        for one in (seen, first)
+    )
+    assert residual(seen, image, 3) < 1e-4
+    noise = torch.rand(image.shape, generator=torch.Generator().manual_seed(0)).double()
+    starts = [1 - image, noise, crops[200:201].double()]
+    for start in starts:
+        wrong = worst_image(first, image, start, target, 10.0, 40)
+        assert 9 < -10 * float((wrong - image).square().mean().log10()) < 10.5
+        assert residual(seen, wrong, 3) > 2 * EXPLAINED_RESIDUAL
+        shown = soft_targets(seen, wrong)
+        assert shown is not None
+        assert residual(seen, wrong, shown) > 2 * EXPLAINED_RESIDUAL
+
+
+def test_a_head_of_zeros_proves_nothing_in_one_step(tiny_model: Model, crops: Tensor) -> None:
+    model = with_head(tiny_model().float(), 0.0)
+    for steps, known in ((1, False), (3, True)):
+        (seen,) = sent(model, crops[:1], [3], Client(lr=0.05, steps=steps))
+        assert tells_images(seen) == known
+        assert (residual(seen, crops[:1], 3) < 1e-3) == known
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_decay_alone_proves_no_image(tiny_model: Model, crops: Tensor, double: bool) -> None:
+    """Under a head of zeros decay moves all weights in one step, alike for every image."""
+    model = with_head(tiny_model() if double else tiny_model().float(), 0.0)
+    (seen,) = sent(model, crops[:1], [3], Client(lr=0.05, weight_decay=0.1))
+    for image in crops[[0, 200]]:
+        assert residual(seen, image[None].to(model.mean), 3) == float("inf")
+
+
+def test_a_patch_projection_that_is_not_trained_proves_an_image_only_if_it_loses_nothing(
+    tiny_model: Model, crops: Tensor
+) -> None:
+    """K = 48 pixels of a patch go through 32 or 64 numbers."""
+    for width, known in ((32, False), (64, True)):
+        model = tiny_model(embed_dim=width, depth=2).float()
+        (seen,) = sent(model, crops[:1], [3], Client(lr=0.05))
+        assert tells_images(seen)
+        frozen = {name: u for name, u in seen.gradients.items() if name != "patch_embed.proj.weight"}
+        assert tells_images(replace(seen, gradients=frozen)) == known
+    few = {name: u for name, u in frozen.items() if "norm" in name}
+    assert not tells_images(replace(seen, gradients=few))
+
+
+def test_the_head_has_no_say(tiny_model: Model, crops: Tensor) -> None:
+    """Whatever the head's own gradient is, and however large, the residual is that of the body."""
+    model = tiny_model().float()
+    (seen,) = sent(model, crops[:1], [3], Client(lr=0.01))
+    loud = {n: 1e3 * torch.ones_like(u) if n.startswith("head.") else u for n, u in seen.gradients.items()}
+    for image in (crops[:1], crops[100:101]):
+        found = residual(seen, image.to(model.mean), 3)
+        assert residual(replace(seen, gradients=loud), image.to(model.mean), 3) == found
+        assert (found < EXPLAINED_RESIDUAL) == torch.equal(image, crops[:1])
+
+
+def test_a_tenth_is_not_explained(tiny_model: Model, crops: Tensor) -> None:
+    """Of the update of a rate that is a tenth too low a tenth is missing."""
+    (seen,) = sent(tiny_model(), crops[:1], [3], Client(lr=0.01))
+    assert 0.09 < residual(replace(seen, client=Client(lr=0.009)), crops[:1].double(), 3) < 0.11
+    assert EXPLAINED_RESIDUAL < 0.09
+
+
+@pytest.mark.parametrize(
+    "client", [Client(lr=0.05), Client(lr=0.05, steps=3, momentum=0.9), Client(lr=0.1, loss="binary")]
+)
+def test_the_target_is_that_of_the_client(tiny_model: Model, crops: Tensor, client: Client) -> None:
+    """Of mixed images, which the labels that the head's bias shows make exact."""
+    model, y = tiny_model(num_classes=6), torch.tensor([[0.0, 0.7, 0.0, 0.0, 0.1, 0.2]])
+    seen = observe_updates(model, client, [ClientData(crops[:1].double(), y.double(), torch.Generator())])
+    shown = soft_targets(seen, crops[:1].double())
+    assert shown is not None
+    torch.testing.assert_close(shown, y.double(), atol=1e-4, rtol=0)
+    assert residual(seen, crops[:1].double(), shown) < 1e-3 < EXPLAINED_RESIDUAL < residual(seen, crops[:1].double(), 1)
+
+
+def test_a_target_holds_the_smoothing_already(tiny_model: Model, crops: Tensor) -> None:
+    model, client = tiny_model(num_classes=6), Client(lr=0.05, label_smoothing=0.3)
+    seen = observe_updates(model, client, [ClientData(crops[:1].double(), torch.tensor([2]), torch.Generator())])
+    smoothed = 0.7 * one_hot(torch.tensor([2]), 6) + 0.05
+    assert residual(seen, crops[:1].double(), smoothed.double()) < 1e-6
+    shown = soft_targets(seen, crops[:1].double())
+    torch.testing.assert_close(shown, smoothed.double(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("B", [2, 3, 4])
+def test_the_images_of_a_batch_are_certified_together(tiny_model: Model, crops: Tensor, B: int) -> None:
+    """In any order, each with its own label; with one wrong image among them they are not."""
+    model, images, labels = tiny_model(), crops[: 90 * B : 90].double(), torch.arange(B)
+    client = Client(lr=0.05, images=B, accumulation=B)
+    seen = observe_updates(model, client, [ClientData(images, labels, torch.Generator())])
+    found = images.flip(0)
+    shown = soft_targets(seen, found)
+    assert shown is not None
+    torch.testing.assert_close(shown, one_hot(labels.flip(0), model.classes).double(), atol=1e-6, rtol=0)
+    assert residual(seen, found, shown) < 1e-4
+    wrong = torch.cat([found[:-1], crops[300:301].double()])
+    of_wrong = soft_targets(seen, wrong)
+    assert of_wrong is not None
+    assert residual(seen, wrong, of_wrong) > 2 * EXPLAINED_RESIDUAL
 
 
 def test_all_clients_of_a_mean_are_run_again(tiny_model: Model, crops: Tensor) -> None:

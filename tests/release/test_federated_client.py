@@ -130,7 +130,7 @@ def test_what_decay_keeps_is_what_torch_keeps(optimiser: str, nesterov: bool, **
 
 def test_adam_couples_its_decay_and_keeps_no_share() -> None:
     assert Client(optimiser="adam", steps=3).kept_share == 1 == simulated(Client(optimiser="adam", steps=3))
-    with pytest.raises(PrivlabError, match=r"Adam with client.weight_decay=0.1 scales the decay by the gradient"):
+    with pytest.raises(PrivlabError, match=r"client.weight_decay=0.1"):
         _ = Client(optimiser="adam", weight_decay=0.1).kept_share
 
 
@@ -138,7 +138,7 @@ def test_options_of_the_command_line_make_a_client() -> None:
     options = ["client.lr=0.5", "client.steps=5", "client.nesterov=true", "client.momentum=0.9", "client.clip=none"]
     read_options(options, [Client])
     assert configure(Client, options) == Client(lr=0.5, steps=5, nesterov=True, momentum=0.9)
-    with pytest.raises(PrivlabError, match=r"Unknown option 'mometum'. Did you mean momentum or prompts\?"):
+    with pytest.raises(PrivlabError, match=r"'mometum'.*prompts\?"):
         read_options(["client.mometum=1"], [Client])
 
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError, draw_for, full_precision
 from privlab.defenses import GradientSign, Jigsaw, Mjp, Undefended
-from privlab.release import gradient_capabilities, observe, per_sample_gradients, released_parameters
+from privlab.release import gradient_capabilities, observe, released_gradients, released_parameters
 from privlab.threat import Capability, Feed
 from privlab.victims import ARCHITECTURES, VictimModel, april_twin, victim
 
@@ -69,7 +69,7 @@ def test_every_released_gradient_is_that_of_autograd(tiny_model: Model, defense:
     model = april_twin(tiny_model()) if april else tiny_model()
     names = sorted(released_parameters(model))
     feed, labels = fed(model, defense)
-    assert_close(per_sample_gradients(model, feed, labels, names), one_by_one(model, feed, labels, names))
+    assert_close(released_gradients(model, feed, labels, names), one_by_one(model, feed, labels, names))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_variants_of_timms_vit(tiny_model: Model, options: dict[str, object]) ->
     model = tiny_model(**options)
     names = sorted(released_parameters(model))
     feed, labels = fed(model, Mjp(gamma=0.5))
-    assert_close(per_sample_gradients(model, feed, labels, names), one_by_one(model, feed, labels, names))
+    assert_close(released_gradients(model, feed, labels, names), one_by_one(model, feed, labels, names))
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_batch_releases_the_gradient_of_its_mean_loss(
         assert (seen.images_per_release, seen.grants) == (B, gradient_capabilities(model) - {Capability.BATCH_SIZE_ONE})
     alone = observe(model, feed, labels, names)
     assert alone.images_per_release == 1
-    for name, g in per_sample_gradients(model, feed, labels, names).items():
+    for name, g in released_gradients(model, feed, labels, names).items():
         assert torch.equal(alone.gradients[name], g)
 
 
@@ -138,7 +138,7 @@ def test_every_family_in_float32(family: str, variant: str, block: str, training
     names = sorted(wanted & released_parameters(model))
     feed, labels = fed(model, Mjp(gamma=0.5) if variant == "_mjp" else Undefended(), b=2)
     want = one_by_one(model, feed, labels, names)
-    for name, got in per_sample_gradients(model, feed, labels, names).items():
+    for name, got in released_gradients(model, feed, labels, names).items():
         assert_close(got, want[name], rtol=1e-4, atol=1e-5 * float(want[name].abs().max()))
 
 
@@ -147,10 +147,10 @@ def test_train_mode_with_dropout_and_drop_path(tiny_model: Model) -> None:
     model = tiny_model(depth=3, drop_path_rate=0.3, proj_drop_rate=0.2, pos_drop_rate=0.2, drop_rate=0.2).train()
     names = sorted(released_parameters(model))
     feed, labels = fed(model, Mjp(gamma=0.5), b=1)
-    quiet = per_sample_gradients(copy.deepcopy(model).eval(), feed, labels, names)
+    quiet = released_gradients(copy.deepcopy(model).eval(), feed, labels, names)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        got = per_sample_gradients(model, feed, labels, names)
+        got = released_gradients(model, feed, labels, names)
         torch.manual_seed(3)
         want = one_by_one(model, feed, labels, names)
     assert_close(got, want)
@@ -240,7 +240,7 @@ def test_gradients_on_a_gpu_are_those_on_the_cpu(tiny_model: Model) -> None:
     model = tiny_model()
     feed, labels = fed(model, Mjp(gamma=0.6))
     names = sorted(released_parameters(model))
-    want = per_sample_gradients(model, feed, labels, names)
+    want = released_gradients(model, feed, labels, names)
     on_gpu = Feed(feed.images.cuda(), feed.order.cuda(), feed.moved.cuda(), feed.masked_pe.cuda())
-    got = per_sample_gradients(copy.deepcopy(model).cuda(), on_gpu, labels.cuda(), names)
+    got = released_gradients(copy.deepcopy(model).cuda(), on_gpu, labels.cuda(), names)
     assert_close({name: value.cpu() for name, value in got.items()}, want)

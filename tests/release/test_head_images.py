@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError
 from privlab.images import open_images
 from privlab.release import observe_updates, told_images, told_labels, undecayed
-from privlab.release.head_images import Head, find_images, negative_classes
+from privlab.release.labels.head_images import Head, HeadSums, find_images, negative_classes
 from privlab.threat import Client, ClientData
 from privlab.victims import VictimModel, victim
 
@@ -95,30 +95,30 @@ def test_noise_leaves_no_certain_image() -> None:
         for name, g in released(head, features(4, 24), labels).items()
     }
     h, G = noisy["head.bias"].double() * 4, noisy["head.weight"].double() * 4
-    assert not negative_classes(h, G).any()
-    assert not len(find_images(Head.of(head), h, G, 4).labels)
+    assert not negative_classes(HeadSums(h, G, 4)).any()
+    assert not len(find_images(Head.of(head), HeadSums(h, G, 4)).labels)
 
 
 def test_a_gradient_of_zero_tells_no_image() -> None:
     head = head_of(8, 4, 1.0)
     nothing = {"head.weight": torch.zeros(8, 4), "head.bias": torch.zeros(8)}
-    with pytest.raises(PrivlabError, match="The gradient of the head's bias is zero"):
+    with pytest.raises(PrivlabError, match="gradient"):
         told_images(head, nothing, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rate", "least"), [(None, 18), (0.01, 17)], ids=["gradient", "update"])
+@pytest.mark.parametrize(("rate", "least", "sure"), [(None, 18, 635), (0.01, 17, 605)], ids=["gradient", "update"])
 def test_batches_of_32_photographs_give_labels_and_features_away(
-    shared: Callable[[str], Path], rate: float | None, least: int
+    shared: Callable[[str], Path], rate: float | None, least: int, sure: int
 ) -> None:
     """Of the trained ViT-Ti: 20 batches of 32 of 500 photographs, each of a class of its own.
 
-    By the gradient, or by an update as stored weights round it, in most of them every label is certain and every f is
-    within 3 % of its own; in none is a label certain that is wrong.
+    By the gradient, or by an update as stored weights round it, in most of them every label is right and every f is
+    within 3 % of its own; in none is a label certain that is wrong, and of the gradient nearly all are certain.
     """
     f, labels, head = features_of_photographs(shared)
     before = {"head.weight": head.weight.detach(), "head.bias": head.bias.detach()}
-    draw, exact, off = torch.Generator().manual_seed(7), 0, []
+    draw, exact, certain, off = torch.Generator().manual_seed(7), 0, 0, []
     for _ in range(20):
         rows = torch.randperm(len(f), generator=draw)[:32]
         rows = rows[labels[rows].argsort()]
@@ -128,17 +128,20 @@ def test_batches_of_32_photographs_give_labels_and_features_away(
         told = told_labels(head, gradients, 32)
         assert told is not None
         assert set(told.certain) <= set(labels[rows].tolist())
-        if told.all_certain:
+        certain += len(told.certain)
+        if list(told.labels) == labels[rows].tolist():
             exact += 1
             found = told_images(head, gradients, 32)
             off.append((found.f - f[rows]).norm(dim=1) / f[rows].norm(dim=1))
     logging.getLogger(__name__).info(
-        "%d of 20 batches exact; features off by %.1e (median), %.1e (most)",
+        "%d of 20 batches exact, %d of 640 labels certain; features off by %.1e (median), %.1e (most)",
         exact,
+        certain,
         torch.cat(off).median(),
         torch.cat(off).max(),
     )
     assert exact >= least
+    assert certain >= sure
     assert torch.cat(off).median() < 1e-4
     assert torch.cat(off).max() < 0.03
 

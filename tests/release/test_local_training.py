@@ -269,13 +269,11 @@ def test_the_mean_of_one_client_is_its_update(model: VictimModel, name: str) -> 
 
 
 def test_a_mean_that_cannot_be_is_one_line(model: VictimModel) -> None:
-    with pytest.raises(PrivlabError, match=r"client.clients=2 updates needs as many clients, or a multiple. Found 3."):
+    with pytest.raises(PrivlabError, match=r"client.clients=2.*3"):
         observe_updates(model, Client(clients=2), [private(1)] * 3)
-    with pytest.raises(PrivlabError, match=r"client.images=2 needs as many images and labels. Found 1 and 1."):
+    with pytest.raises(PrivlabError, match=r"client.images=2.*1.*1"):
         observe_updates(model, Client(clients=2, images=2), [private(2), private(1)])
-    with pytest.raises(
-        PrivlabError, match=r"'gradient-pruning' acts on the update of each client, .* over client.clients=2 is not"
-    ):
+    with pytest.raises(PrivlabError, match=r"'gradient-pruning'.*client.clients=2"):
         observe_updates(model, Client(clients=2), [private(1)] * 2, defense=(GradientPruning(),))
 
 
@@ -316,7 +314,7 @@ def test_one_step_of_sgd_is_the_gradient_of_the_mean_loss(tiny_model: Model, nam
 )
 def test_other_updates_are_no_gradients(model: VictimModel, client: Client) -> None:
     assert client.gradient_factor is None
-    with pytest.raises(PrivlabError, match=r"These updates are no gradients of one step. Found Client\("):
+    with pytest.raises(PrivlabError, match=r"Client\("):
         as_gradients(observe_updates(model, client, [private(client.images)]))
 
 
@@ -347,11 +345,11 @@ def test_sets_of_parameters_are_timms(tiny_model: Model, tiny_vit: Callable[...,
 
 
 def test_a_client_that_cannot_run_is_one_line(model: VictimModel) -> None:
-    with pytest.raises(PrivlabError, match=r"client.images=2 needs as many images and labels. Found 1 and 1."):
+    with pytest.raises(PrivlabError, match=r"client.images=2.*1.*1"):
         run_client(model, Client(images=2), private(1))
     diverged = run_client(model, Client(lr=1e30, steps=9), private(1))
     assert not all(difference.isfinite().all() for difference in diverged.values())
-    with pytest.raises(PrivlabError, match=r"An update needs at least one client. Found none."):
+    with pytest.raises(PrivlabError, match="update"):
         observe_updates(model, Client(), [])
 
 
@@ -389,7 +387,7 @@ def test_int8_rounds_as_the_defense_does_and_takes_no_other(model: VictimModel) 
     found = observe_updates(model, rounded, [private(1)])
     defended = observe_updates(model, plain, [private(1)], defense=(GradientQuantisation(),))
     assert all(torch.equal(u, defended.gradients[name]) for name, u in found.gradients.items())
-    with pytest.raises(PrivlabError, match=r"'gradient-pruning' acts before an update is sent in client\.sent_as=int8"):
+    with pytest.raises(PrivlabError, match=r"'gradient-pruning'.*client\.sent_as=int8"):
         observe_updates(model, rounded, [private(1)], defense=(GradientPruning(),))
 
 

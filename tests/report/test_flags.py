@@ -12,8 +12,8 @@ from torch import Generator
 
 from privlab.attacks import ATTACKS
 from privlab.defenses import DEFENSES
-from privlab.inventory.facts import FLAG_MEANINGS
-from privlab.report.tables import DETERMINISTIC, RULES, Flag, flag_lines, lead_metric, red_flags
+from privlab.report.flag_meanings import FLAG_MEANINGS
+from privlab.report.tables import DETERMINISTIC, RULES, Facts, Flag, flag_lines, lead_metric, red_flags
 from privlab.report.tables.flags import BUDGETS, NOTHING_RELEASED
 from privlab.threat import Draws, Stack
 
@@ -45,8 +45,10 @@ def records(levels: Mapping[int, Mapping[str, float]] = LEVELS, **values: Any) -
     )
 
 
-def found(rows: pd.DataFrame, names: Sequence[str] = NAMES, **options: str) -> dict[str, list[str]]:
-    return {flag.head: list(flag.items) for flag in red_flags(rows, names, **options)}
+def found(
+    rows: pd.DataFrame, names: Sequence[str] = NAMES, metric: str = "psnr", geometry: str = "in_place"
+) -> dict[str, list[str]]:
+    return {flag.head: list(flag.items) for flag in red_flags(Facts(rows, names, [metric], geometry))}
 
 
 def case(attacks: Mapping[str, float], defense: str = "mjp", **values: Any) -> pd.DataFrame:
@@ -94,7 +96,7 @@ def test_structure_without_its_scale_is_no_failure() -> None:
     assert line.startswith(
         "one: mjp-subspace 10.50 dB does not beat control:mean 11.50 dB, but it shows structure without its scale ("
     )
-    assert "20 of 20 images; 0.5000 [0.5000, 0.5000] correlation against 0.1500 of the mirrored image)" in line
+    assert "20 of 20 images; 0.5000 correlation against 0.1500 of the mirrored image, a gain of 0.3500 [" in line
     chance = rows.assign(correlation=0.5 - 0.4 * (rows.image.map(ord) % 2 == (rows.attack == "mjp-subspace")))
     smooth = rows.assign(correlation_mirrored=0.5)
     unknown = rows.drop(columns="correlation_mirrored")

@@ -12,7 +12,7 @@ from privlab.attacks.solvers import largest_step, least_step
 from privlab.base import PrivlabError
 from privlab.release import observe_updates
 from privlab.release.update_files import label_of_update
-from privlab.runs.adam_diagnosis import check_adam
+from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
 
@@ -148,3 +148,22 @@ def test_sgd_and_several_images_are_left_to_others(tiny_model: Model, crops: Ten
     seen = sent(model, crops[:1], ADAM)
     check_adam(replace(seen, client=Client()), 3, "files")
     check_adam(replace(seen, client=replace(ADAM, lr=0.1, images=2, batch_size=2)), None, "files")
+
+
+@pytest.mark.parametrize(
+    "client", [ADAM, ADAMW, replace(ADAM, steps=5), replace(ADAMW, steps=5), replace(ADAM, lr=1e-5)]
+)
+def test_an_update_of_adam_is_recognised_where_sgd_is_stated(tiny_model: Model, crops: Tensor, client: Client) -> None:
+    seen = sent(tiny_model().float(), crops[:1], client)
+    rate = looks_like_adam(replace(seen, client=Client(lr=0.01, steps=client.steps)))
+    assert rate == pytest.approx(client.lr, rel=0.15)
+
+
+@pytest.mark.parametrize("client", [Client(lr=0.01), Client(lr=0.01, momentum=0.9, steps=5), Client(clip=0.1, steps=2)])
+def test_neither_sgd_nor_noise_looks_like_adam(tiny_model: Model, crops: Tensor, client: Client) -> None:
+    seen = sent(tiny_model().float(), crops[:1], client)
+    draw = torch.Generator().manual_seed(0)
+    noise = {name: 1e-3 * torch.randn(u.shape, generator=draw) for name, u in seen.gradients.items()}
+    noisy = {name: u + noise[name].to(u) for name, u in seen.gradients.items()}
+    still = {name: 0 * u for name, u in seen.gradients.items()}
+    assert [looks_like_adam(replace(seen, gradients=of)) for of in (seen.gradients, noise, noisy, still)] == [None] * 4

@@ -225,19 +225,13 @@ def test_weights_that_do_not_fit_are_refused(
     before, after = update(SGD, images)
     audit = OwnUpdateAudit(model_of(vit), SGD)
     old, new = ({f"model.{name}": value for name, value in state.items()} for state in (before, after))
-    with pytest.raises(
-        PrivlabError, match=r"by timm's names. Found no pos_embed, patch_embed.proj.weight, .* and 2 mo"
-    ):
+    with pytest.raises(PrivlabError, match=r"pos_embed.*patch_embed.proj.weight.*2"):
         audit(old, new, images)
-    with pytest.raises(
-        PrivlabError, match=r"those of the model that the audit was given. Found pos_embed \(1, 5, 64\)"
-    ):
+    with pytest.raises(PrivlabError, match=r"pos_embed.*\(1.*5.*64\)"):
         audit(before | {"pos_embed": torch.zeros(1, 5, 64)}, after, images)
-    with pytest.raises(PrivlabError, match="Nothing was trained: 'the server's weights' and 'the client's weights'"):
+    with pytest.raises(PrivlabError, match=r"'the.*weights'.*'the.*weights'"):
         audit(before, before, images)
-    with pytest.raises(PrivlabError, match="NaN or infinity in pos_embed: the client diverged"):
+    with pytest.raises(PrivlabError, match=r"NaN.*pos_embed"):
         audit(before, after | {"pos_embed": torch.full((1, 17, 64), torch.nan)}, images)
-    with pytest.raises(
-        PrivlabError, match=r"must be of shape \(3, 64, 64\), as the model is fed them. Found \(3, 32, 64"
-    ):
+    with pytest.raises(PrivlabError, match=r"\(3.*64.*64\).*\(3.*32.*64"):
         audit(before, after, images[:, :, :32])

@@ -17,7 +17,7 @@ from privlab.split.client.client import Client, Remote
 from privlab.split.client.data import Batches, Dataset
 from privlab.split.client.job import stack_of
 from privlab.split.client.learner import Learner
-from privlab.split.client.train import Trainer
+from privlab.split.client.loops import Trainer
 from privlab.split.protocol.contract import Contract
 from privlab.split.server.server import Server
 from privlab.split.server.server import serve as run_server

@@ -123,18 +123,13 @@ class Child:
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def forks() -> Any:
     """Return a maker of processes, forked from a fresh one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["privlab.split.client.job", "privlab.split.server.server", "privlab.cli.split.commands"]
     )
-    here = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("forks"))  # it would import the checkout's own folder, not what is installed
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.chdir(here)
+    forkserver.ensure_running()
     return context
 
 

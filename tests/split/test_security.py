@@ -34,12 +34,12 @@ def test_a_file_that_holds_no_token_is_refused(text: str, tmp_path: Path) -> Non
     path = tmp_path / "token"
     path.write_text(text)
     path.chmod(0o600)
-    with pytest.raises(PrivlabError, match="holds no token: expected one line of at least 32 printable characters"):
+    with pytest.raises(PrivlabError, match=r"32.*characters"):
         read_token(path)
 
 
 def test_a_token_that_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"There is no token file '.*none': `privlab split serve` makes it"):
+    with pytest.raises(PrivlabError, match=r"'.*none'.*`privlab.*serve`"):
         read_token(tmp_path / "none")
     with pytest.raises(PrivlabError, match="cannot be read"):
         read_token(tmp_path)
@@ -61,7 +61,7 @@ def test_everything_else_is_not(host: str) -> None:
 
 
 def test_a_host_that_is_not_known_is_told() -> None:
-    with pytest.raises(PrivlabError, match=r"The host '\.\.' is not known here"):
+    with pytest.raises(PrivlabError, match=r"'\.\.'.*known"):
         is_loopback("..")
 
 

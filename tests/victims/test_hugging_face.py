@@ -166,5 +166,5 @@ def test_other_tokens_are_refused() -> None:
     model.register_forward_hook(lambda _, __, out: out)
     as_timm(model)
     model.layernorm.register_forward_hook(lambda _, __, out: out + 1)
-    with pytest.raises(PrivlabError, match="ViTModel gives other tokens than timm's ViT with its weights"):
+    with pytest.raises(PrivlabError, match=r"ViTModel.*ViT"):
         as_timm(model)

@@ -86,7 +86,7 @@ def test_april_twin_has_neither_pre_norm_nor_skip(tiny_model: Callable[..., Vict
 
 
 def test_april_twin_is_refused_behind_a_norm(tiny_model: Callable[..., VictimModel]) -> None:
-    with pytest.raises(PrivlabError, match=r"right after the embedding\. Found Block after LayerNorm"):
+    with pytest.raises(PrivlabError, match="LayerNorm"):
         april_twin(tiny_model(pre_norm=True))
 
 
@@ -132,7 +132,7 @@ def test_random_weights_are_those_of_the_seed_and_leave_torchs_state_alone() -> 
 
 @pytest.mark.usefixtures("no_network")
 def test_auto_falls_back_to_random_weights_with_a_warning() -> None:
-    with pytest.warns(PrivlabWarning, match=r"RANDOM weights \(seed 0\): timm/deit_tiny.* cannot be reached"):
+    with pytest.warns(PrivlabWarning, match=r"RANDOM.*\(seed.*0\).*timm/deit_tiny"):
         base = victim("deit_ti", img_size=32)
     assert base.weights.is_random
 
@@ -144,9 +144,7 @@ def test_pretrained_weights_that_cannot_be_had_are_refused(monkeypatch: pytest.M
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(PrivlabError, match="HF_HUB_OFFLINE forbids a download"):
         victim("deit_ti", weights="pretrained")
-    with pytest.raises(
-        PrivlabError, match="--weights pretrained: timm has no pretrained weights for vit_base_patch16_xp_224"
-    ):
+    with pytest.raises(PrivlabError, match=r"--weights.*vit_base_patch16_xp_224"):
         victim("timm:vit_base_patch16_xp_224", weights="pretrained")
 
 
@@ -159,7 +157,7 @@ def test_timms_cache_counts(tmp_path: Path) -> None:
     assert base.weights.origin == "pretrained:deit_tiny_patch16_224"
     with pytest.warns(PrivlabWarning, match="UNTRAINED"):
         assert victim("deit_ti_mjp").weights.unknown == "mean-pe"
-    with pytest.warns(PrivlabWarning, match="trained with position embeddings, which are left out"):
+    with pytest.warns(PrivlabWarning, match="embeddings"):
         assert victim("deit_ti_nope").model.vit.pos_embed is None
 
 
@@ -187,7 +185,7 @@ def test_files_in_the_mjp_authors_layout(tmp_path: Path, prefix: str) -> None:
     assert_close(base.model.unk_embed[0, 0], unknown, rtol=0, atol=0)
     assert_close(dict(base.model.vit.state_dict()), state, rtol=0, atol=0)
     assert base.weights.unknown == "trained"
-    with pytest.raises(PrivlabError, match=r"hold E_unk of MJP .* Use a `_mjp` victim, such as vit_ti_mjp"):
+    with pytest.raises(PrivlabError, match=r"E_unk.*MJP.*`_mjp`.*vit_ti_mjp"):
         victim("vit_ti", weights=path, img_size=32)
 
 
@@ -202,7 +200,7 @@ def test_privlabs_own_layout_comes_back(tmp_path: Path) -> None:
 def test_weights_without_e_unk_get_the_mean_position_embedding(tmp_path: Path) -> None:
     state, path = timm_state(), tmp_path / "plain.safetensors"
     save_file(state, path)
-    with pytest.warns(PrivlabWarning, match="no E_unk; the mean position embedding stands in, UNTRAINED"):
+    with pytest.warns(PrivlabWarning, match=r"E_unk.*UNTRAINED"):
         base = victim("vit_ti_mjp", weights=path, img_size=32)
     assert base.model.unk_embed is not None
     assert_close(base.model.unk_embed[0, 0].data, state["pos_embed"][0, 1:].mean(0))
@@ -221,7 +219,7 @@ def test_position_embeddings_are_resized_as_timm_does(tmp_path: Path) -> None:
 def test_another_resolution_is_refused_unless_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "big.safetensors"
     save_file(timm_state(img_size=64), path)
-    with pytest.raises(PrivlabError, match=r"mis-shaped: pos_embed \(1, 17, 192\).* \(--img-size resizes"):
+    with pytest.raises(PrivlabError, match=r"mis-shaped.*pos_embed.*\(1.*17.*192\).*\(--img-size"):
         victim("vit_ti", weights=path)
 
 
@@ -229,9 +227,9 @@ def test_a_model_of_ones_own_keeps_weights_device_and_precision(tiny_vit: Vit) -
     base = victim(tiny_vit())
     assert base.model.mean.dtype == torch.float64
     assert base.model(torch.rand(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
-    with pytest.raises(PrivlabError, match=r"keeps its weights\. Found weights 'random'"):
+    with pytest.raises(PrivlabError, match="'random'"):
         victim(tiny_vit(), weights="random")
-    with pytest.raises(PrivlabError, match=r"images of 1 to 4 channels\. Found a model with 5"):
+    with pytest.raises(PrivlabError, match=r"1.*4.*channels.*5"):
         victim(tiny_vit(in_chans=5))
 
 
@@ -266,9 +264,7 @@ def test_weights_that_do_not_fit_are_named(
 def test_integers_that_a_model_does_not_have_are_left_aside(tmp_path: Path) -> None:
     state, path = timm_state(), tmp_path / "counted.safetensors"
     save_file(state | {"bn.num_batches_tracked": torch.tensor(3)}, path)
-    with pytest.warns(
-        PrivlabWarning, match=r"bn\.num_batches_tracked \(torch\.int64\) is left aside: this model has no"
-    ):
+    with pytest.warns(PrivlabWarning, match=r"bn\.num_batches_tracked.*\(torch\.int64\)"):
         made = victim("vit_ti", weights=path, img_size=32)
     assert torch.equal(made.model.vit.get_parameter("norm.bias"), state["norm.bias"])
 
@@ -301,13 +297,13 @@ def test_every_name_is_a_victim() -> None:
 
 
 def test_unknown_block_is_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"Unknown block 'aprl'\. Did you mean april"):
+    with pytest.raises(PrivlabError, match="'aprl'"):
         victim("vit_ti", weights="random", block="aprl")
 
 
 def test_a_model_without_classifier_has_no_gradient_of_a_label(tiny_vit: Vit, crops: Tensor) -> None:
     bare = victim(tiny_vit(num_classes=0)).model
-    with pytest.raises(PrivlabError, match=r"classifies\. Found a model without classifier"):
+    with pytest.raises(PrivlabError, match="classifies"):
         observe(bare, crops[:1], torch.tensor([0]), ("pos_embed",))
 
 

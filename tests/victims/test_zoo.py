@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from privlab.base import PrivlabWarning
-from privlab.images import open_images, read_examples
+from privlab.experiments.methods.consistency import measure_consistency
+from privlab.experiments.training.position_accuracy import position_accuracy
+from privlab.experiments.training.reading import read_examples
+from privlab.images import open_images
 from privlab.reassembly import load_predictor
-from privlab.training.position_accuracy import position_accuracy
-from privlab.utility import measure_consistency
 from privlab.victims import PLACERS, ZOO, hash_of, read_state, shipped_file, show, victim
 
 SHIPPED = [name for name in ZOO if shipped_file(name)]

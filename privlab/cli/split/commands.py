@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,115 +12,63 @@ import click
 from click.core import ParameterSource
 
 from privlab.base import PrivlabError
-from privlab.cli.common import Commands, common, print_json, progress_bar
-from privlab.cli.names import STACK, VICTIM
-from privlab.cli.split.output import (
-    print_event,
-    print_inference,
-    print_training,
-    say,
-    say_failed,
-    show_event,
-    shown_warnings,
-    training_bar,
-)
+from privlab.cli import common as shared
+from privlab.cli.names import FROM_ZERO, PATH, POSITIVE, STACK, VICTIM
+from privlab.cli.split.output import print_event, print_inference, print_training, say, show_event, training_bar
 
 if TYPE_CHECKING:
     from privlab.split import Client
     from privlab.split.client.data import Batches, Dataset
     from privlab.split.client.job import SplitJob, Started
 
-__all__ = ["split"]
-
-_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
-_PATH = click.Path(path_type=Path)
-
-
-def _options(*options: _Option) -> _Option:
-    """Return several options as one decorator."""
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-_VICTIM = _options(
-    click.option(
-        "--model",
-        type=VICTIM,
-        default="vit_ti",
-        show_default=True,
-        help="A name of `privlab list victims`, or timm:NAME.",
-    ),
-    click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file."),
-    click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does."),
-    click.option(
-        "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of random weights, and order."
-    ),
+_VICTIM = shared.all_of(
+    click.option("--model", type=VICTIM, default="vit_ti", help="A name of `privlab list victims`, or timm:NAME."),
+    click.option("--weights", default="auto", help="auto, pretrained, random, or a file."),
+    shared.img_size_option,
+    click.option("--seed", type=FROM_ZERO, default=0, help="Of random weights, and order."),
 )
-_DEVICE = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 _TOKEN_FILE = click.option(
     "--token-file",
-    type=_PATH,
+    type=PATH,
     default=lambda: Path(click.get_app_dir("privlab")) / "split-token",
     show_default="split-token in privlab's folder of settings",
     help="The bearer token, in a file of mode 0600.",
 )
-_IMAGES = _options(
-    click.option(
-        "--images", multiple=True, default=("samples",), show_default=True,
-        help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
-    ),
-    click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns."),
+_IMAGES = shared.all_of(
+    shared.images_option,
+    shared.limit_option,
     click.option("--split", help="Split of a data set, or sub-folder of a folder."),
     click.option("--labels", help="predicted, or a CSV file: file, class_index.  [default: the source's own]"),
 )  # fmt: skip
-_DEFENSE = _options(
-    click.option(
-        "--defense",
-        type=STACK,
-        default="none",
-        show_default=True,
-        help="Names of `privlab list defenses`, stacked with +.",
-    ),
+_DEFENSE = shared.all_of(
+    click.option("--defense", type=STACK, default="none", help="Names of `privlab list defenses`, stacked with +."),
     click.option(
         "--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="An option of a defense; repeat it."
     ),
-    click.option(
-        "--cut-layer",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="Blocks that stay here, with the embedding.",
-    ),
+    click.option("--cut-layer", type=FROM_ZERO, default=0, help="Blocks that stay here, with the embedding."),
     click.option("--upload", is_flag=True, help="Bring T's initial weights; a column permutation does so by itself."),
-    click.option(
-        "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Images sent together."
-    ),
-    click.option("--dtype", default="float32", show_default=True, help="float32 or float64, on both sides."),
+    click.option("--batch-size", type=POSITIVE, default=32, help="Images sent together."),
+    click.option("--dtype", default="float32", help="float32 or float64, on both sides."),
 )
-_SERVER = _options(
+_SERVER = shared.all_of(
     click.option("--server", required=True, metavar="HOST:PORT", help="Where `privlab split serve` listens."),
     _TOKEN_FILE,
     click.option("--tls", is_flag=True, help="Trust the authorities that this system trusts."),
-    click.option("--tls-ca", type=_PATH, help="Trust this authority's certificate (PEM) instead."),
-    click.option("--tls-cert", type=_PATH, help="This client's certificate (PEM), if the server asks for one."),
-    click.option("--tls-key", type=_PATH, help="Its key (PEM)."),
+    click.option("--tls-ca", type=PATH, help="Trust this authority's certificate (PEM) instead."),
+    click.option("--tls-cert", type=PATH, help="This client's certificate (PEM), if the server asks for one."),
+    click.option("--tls-key", type=PATH, help="Its key (PEM)."),
     click.option(
-        "--retry-for", type=click.FloatRange(min=0), default=60, show_default=True,
+        "--retry-for", type=click.FloatRange(min=0), default=60,
         help="Seconds to go on trying when the server does not answer.",
     ),
     click.option(
-        "--timeout", type=click.FloatRange(min=0, min_open=True), default=600, show_default=True,
+        "--timeout", type=click.FloatRange(min=0, min_open=True), default=600,
         help="Seconds to wait for one reply.",
     ),
 )  # fmt: skip
 
 
-@click.group(cls=Commands)
+@click.group(cls=shared.Commands)
 def split() -> None:
     """Train and run a model with its backbone on a server that sees permuted features alone."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core would print pages of messages
@@ -131,25 +78,23 @@ def split() -> None:
 
 @split.command()
 @_VICTIM
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; beyond loopback only with TLS.")
-@click.option("--port", type=click.IntRange(0, 65535), default=50551, show_default=True, help="0 takes a free one.")
-@click.option("--state", type=_PATH, default="runs/split-server", show_default=True, help="Folder of the checkpoints.")
+@click.option("--host", default="127.0.0.1", help="Where to listen; beyond loopback only with TLS.")
+@click.option("--port", type=click.IntRange(0, 65535), default=50551, help="0 takes a free one.")
+@click.option("--state", type=PATH, default="runs/split-server", help="Folder of the checkpoints.")
 @_TOKEN_FILE
-@click.option("--tls-cert", type=_PATH, help="Certificate chain (PEM): listen for TLS.")
-@click.option("--tls-key", type=_PATH, help="Its key (PEM).")
-@click.option("--tls-client-ca", type=_PATH, help="Clients need a certificate of this authority (PEM).")
-@click.option("--record", type=_PATH, help="Keep every feature and gradient in this folder, for `privlab attack`.")
-@click.option(
-    "--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, help="Steps between two."
-)
-@click.option("--max-sessions", type=click.IntRange(min=1), default=8, show_default=True, help="Clients at once.")
-@click.option("--max-batch", type=click.IntRange(min=1), default=256, show_default=True, help="Images in a batch.")
-@click.option("--max-message", type=click.IntRange(1, 2047), default=256, show_default=True, help="MiB in a message.")
-@click.option("--max-memory", type=click.IntRange(min=1), help="MiB for all sessions.  [default: 80 % of the memory]")
-@click.option("--idle", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True,
+@click.option("--tls-cert", type=PATH, help="Certificate chain (PEM): listen for TLS.")
+@click.option("--tls-key", type=PATH, help="Its key (PEM).")
+@click.option("--tls-client-ca", type=PATH, help="Clients need a certificate of this authority (PEM).")
+@click.option("--record", type=PATH, help="Keep every feature and gradient in this folder, for `privlab attack`.")
+@click.option("--checkpoint-every", type=POSITIVE, default=100, help="Steps between two.")
+@click.option("--max-sessions", type=POSITIVE, default=8, help="Clients at once.")
+@click.option("--max-batch", type=POSITIVE, default=256, help="Images in a batch.")
+@click.option("--max-message", type=click.IntRange(1, 2047), default=256, help="MiB in a message.")
+@click.option("--max-memory", type=POSITIVE, help="MiB for all sessions.  [default: 80 % of the memory]")
+@click.option("--idle", type=click.FloatRange(min=0, min_open=True), default=300,
               help="Seconds of silence after which a session is saved and closed.")  # fmt: skip
-@_DEVICE
-@common
+@shared.device_option
+@shared.common
 def serve(
     as_json: bool,
     token_file: Path,
@@ -169,7 +114,7 @@ def serve(
         raise PrivlabError("TLS needs both --tls-cert and --tls-key.")
     mebibytes = {name: options[f"max_{name}"] * 2**20 for name in ("message", "memory") if options[f"max_{name}"]}
     token = make_token(token_file)
-    with shown_warnings():
+    with shared.warned():
         made = victim(options["model"], **{name: options[name] for name in ("weights", "img_size", "seed")})
     tell = print_event if as_json else show_event
     server = Server(
@@ -194,41 +139,31 @@ def serve(
 @click.option(
     "--classes", type=click.IntRange(min=2), help="A fresh head of so many classes instead of the model's own."
 )
-@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw or sgd, on both sides.")
-@click.option("--lr", type=float, default=1e-4, show_default=True, help="Learning rate.")
-@click.option("--momentum", type=float, default=0.9, show_default=True, help="Of sgd.")
-@click.option("--weight-decay", type=float, default=0.0, show_default=True)
-@click.option("--out", type=_PATH, help="Folder of the client's checkpoint.  [default: runs/TIME-split-MODEL]")
-@click.option("--resume", type=_PATH, metavar="DIR", help="Go on with an earlier --out; its options are kept.")
+@click.option("--epochs", type=POSITIVE, default=1)
+@click.option("--optimizer", default="adamw", help="adamw or sgd, on both sides.")
+@click.option("--lr", type=float, default=1e-4, help="Learning rate.")
+@click.option("--momentum", type=float, default=0.9, help="Of sgd.")
+@click.option("--weight-decay", type=float, default=0.0)
+@click.option("--out", type=PATH, help="Folder of the client's checkpoint.  [default: runs/TIME-split-MODEL]")
+@click.option("--resume", type=PATH, metavar="DIR", help="Go on with an earlier --out; its options are kept.")
 @_SERVER
-@_DEVICE
-@common
+@shared.device_option
+@shared.common
 @click.pass_context
-def train(
-    context: click.Context,
-    as_json: bool,
-    out: Path | None,
-    resume: Path | None,
-    epochs: int,
-    device: str,
-    retry_for: float,
-    **options: Any,  # noqa: ANN401
-) -> None:
+def train(context: click.Context, as_json: bool, out: Path | None, resume: Path | None, **options: Any) -> None:  # noqa: ANN401
     """Train the embedding and the head here, and the backbone on the server."""
     from privlab.split import Trainer
     from privlab.split.client.summary import training_summary
 
     client = _client(options)
-    started = _taken_up(context, resume, device) if resume else _begun(options | {"epochs": epochs}, device)
+    started = _started(context, resume)
     job, folder = started.job, resume or out or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-split-{options['model']}")
     if context.get_parameter_source("epochs") is ParameterSource.COMMANDLINE:
-        job = replace(job, epochs=epochs)
+        job = replace(job, epochs=options["epochs"])
     batches = _batches(started, folder, resuming=resume is not None)
     facts = started.facts | {"job": asdict(job), "data": batches.data.sha256}
-    trainer = Trainer(
-        started.learner, client, folder, facts=facts, session=started.session, retry_for=retry_for, tell=say
-    )
+    how = {"facts": facts, "session": started.session, "retry_for": options["retry_for"], "tell": say}
+    trainer = Trainer(started.learner, client, folder, **how)
     began, first, total = time.perf_counter(), started.learner.step, job.epochs * batches.per_epoch
     with training_bar(total) as show:
         trainer.train(batches, total, show)
@@ -242,46 +177,37 @@ def train(
 @_VICTIM
 @_IMAGES
 @_DEFENSE
-@click.option("--run", type=_PATH, metavar="DIR", help="Use what `train --out DIR` learnt; its options are kept.")
+@click.option("--run", type=PATH, metavar="DIR", help="Use what `train --out DIR` learnt; its options are kept.")
 @_SERVER
-@_DEVICE
-@common
+@shared.device_option
+@shared.common
 @click.pass_context
-def infer(
-    context: click.Context,
-    as_json: bool,
-    run: Path | None,
-    device: str,
-    retry_for: float,
-    **options: Any,  # noqa: ANN401
-) -> int:
+def infer(context: click.Context, as_json: bool, run: Path | None, **options: Any) -> int:  # noqa: ANN401
     """Classify images: the embedding and the head are here, the backbone is on the server."""
     from privlab.split import Traffic, infer
     from privlab.split.client.summary import inference_summary
 
     client, traffic = _client(options), Traffic()
-    started = _taken_up(context, run, device) if run else _begun(options, device)
+    started = _started(context, run)
     job = replace(started.job, **{name: options[name] for name in ("images", "limit", "split", "labels")})
     data = _read(job, started)
     began = time.perf_counter()
-    with progress_bar("asking") as progress:
-        answers = infer(
-            started.learner, client, data, session=started.session, traffic=traffic, retry_for=retry_for, tell=say,
-            progress=progress,
-        )  # fmt: skip
+    with shared.progress_bar("asking") as progress:
+        how = {"session": started.session, "retry_for": options["retry_for"], "tell": say}
+        answers = infer(started.learner, client, data, traffic=traffic, progress=progress, **how)
     names = dict(enumerate(job.source().class_names or ()))
     summary = inference_summary(data, answers, names, traffic, time.perf_counter() - began)
     print_inference(summary | {"failed": data.failed}, as_json)
-    say_failed(data.failed)
+    shared.print_failed(data.failed.items())
     return 2 if data.failed else 0
 
 
 @split.command()
-@click.argument("folder", type=_PATH)
-@click.option("--host", multiple=True, default=("localhost", "127.0.0.1", "::1"), show_default=True,
+@click.argument("folder", type=PATH)
+@click.option("--host", multiple=True, default=("localhost", "127.0.0.1", "::1"),
               help="Name or address of the server; repeat it.")  # fmt: skip
-@click.option("--days", type=click.IntRange(min=1), default=30, show_default=True, help="How long they hold.")
-@common
+@click.option("--days", type=POSITIVE, default=30, help="How long they hold.")
+@shared.common
 def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -> None:
     """Make an authority with certificates for a server and a client in FOLDER, to try TLS out."""
     if importlib.util.find_spec("cryptography") is None:
@@ -290,7 +216,7 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
 
     paths = make_certificates(folder, host, float(days))
     if as_json:
-        print_json({path.name: str(path) for path in paths})
+        shared.print_json({path.name: str(path) for path in paths})
         return
     ca, cert, key, *mine = paths
     click.echo(f"server: --tls-cert {cert} --tls-key {key} --tls-client-ca {ca}")
@@ -298,25 +224,17 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
 
 
 def _client(options: dict[str, Any]) -> "Client":
-    """Return the client, and remove its options from `options`."""
+    """Return the client that the options of `_SERVER` state."""
     from privlab.split import Client, ClientTls, read_token
 
-    server, timeout, token_file = (options.pop(name) for name in ("server", "timeout", "token_file"))
-    system, *files = (options.pop(name) for name in ("tls", "tls_ca", "tls_cert", "tls_key"))
+    server, timeout, token_file = (options[name] for name in ("server", "timeout", "token_file"))
+    system, *files = (options[name] for name in ("tls", "tls_ca", "tls_cert", "tls_key"))
     if not (system or files[0]) and any(files):
         raise PrivlabError("--tls-cert and --tls-key are for TLS: give --tls-ca, or --tls, too.")
     client = Client(server, read_token(token_file), ClientTls(*files) if system or files[0] else None, timeout)
     if client.tls is not None:
         client.tls.credentials()  # reports mistakes in the files before images are read
     return client
-
-
-def _begun(options: dict[str, Any], device: str) -> "Started":
-    from privlab.base import pick_device
-    from privlab.split.client.job import SplitJob, start_job
-
-    with shown_warnings():
-        return start_job(SplitJob.of(options), pick_device(device))
 
 
 _CONNECTION = {"server", "token_file", "tls", "tls_ca", "tls_cert", "tls_key", "retry_for", "timeout"}
@@ -327,11 +245,15 @@ _FREE = {
 """The options that a resumed run does not keep, by command."""
 
 
-def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
-    """Resume an earlier run; the options that determined it cannot be given again."""
+def _started(context: click.Context, folder: Path | None) -> "Started":
+    """Begin a job, or resume that of a folder; the options that determined it cannot be given again."""
     from privlab.base import pick_device
-    from privlab.split.client.job import resume_job
+    from privlab.split.client.job import SplitJob, resume_job, start_job
 
+    device = context.params["device"]
+    if folder is None:
+        with shared.warned():
+            return start_job(SplitJob.of(context.params), pick_device(device))
     free = _FREE[str(context.command.name)]
     for parameter in context.command.params:
         name = str(parameter.name)
@@ -343,13 +265,13 @@ def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
 def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
     """Return the batches of a run's images, and make the folder of the client's checkpoint."""
     from privlab.split.client.data import Batches
-    from privlab.split.client.train import CHECKPOINT
+    from privlab.split.client.loops import CHECKPOINT
     from privlab.split.protocol.checkpoint import private_folder
 
     if not resuming and (folder / CHECKPOINT).exists():
         raise PrivlabError(f"'{folder}' holds another run: --resume it, or give another --out.")
     data = _read(started.job, started).check(started.learner.classes)
-    say_failed(data.failed)
+    shared.print_failed(data.failed.items())
     if resuming and started.facts["data"] != data.sha256:
         raise PrivlabError(f"The images are not those that the run in '{folder}' was begun with.")
     private_folder(folder)
@@ -360,6 +282,6 @@ def _read(job: "SplitJob", started: "Started") -> "Dataset":
     """Return a job's images, labelled by the victim's predictions if the job asks for these."""
     from privlab.split.client.data import load
 
-    with progress_bar("reading") as progress:
+    with shared.progress_bar("reading") as progress:
         data = load(job.source(), started.victim.preprocessing, progress)
     return data.with_labels_of(started.victim.model) if job.labels == "predicted" else data

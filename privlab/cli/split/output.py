@@ -1,7 +1,6 @@
 """The output of `privlab split`: events of a server, progress and results of a client."""
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -11,22 +10,10 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from privlab.base import PrivlabWarning
 from privlab.cli.common import err, print_json, print_table
 
 if TYPE_CHECKING:
-    from privlab.split.client.train import StepDone
-
-__all__ = [
-    "print_event",
-    "print_inference",
-    "print_training",
-    "say",
-    "say_failed",
-    "show_event",
-    "shown_warnings",
-    "training_bar",
-]
+    from privlab.split.client.loops import StepDone
 
 
 def print_event(event: Mapping[str, object]) -> None:
@@ -44,22 +31,6 @@ def show_event(event: Mapping[str, object]) -> None:
 def say(message: str) -> None:
     """Print a message on standard error while the program continues."""
     err.print(message, style="yellow", markup=False)
-
-
-def say_failed(failed: Mapping[str, str]) -> None:
-    """Print which images could not be read, and why."""
-    for image, reason in failed.items():
-        err.print(f"Failed: {image}: {reason}", style="red", markup=False)
-
-
-@contextmanager
-def shown_warnings() -> Iterator[None]:
-    """Print each of privlab's warnings within the context on a line of its own, after the context."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", PrivlabWarning)
-        yield
-    for warning in caught:
-        say(f"Warning: {warning.message}")
 
 
 @contextmanager

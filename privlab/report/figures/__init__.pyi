@@ -1,13 +1,7 @@
 from .draw import write_figures as write_figures
-from .gamma import check_ending as check_ending
-from .gamma import draw_by_gamma as draw_by_gamma
-from .gamma import write_figure as write_figure
+from .files import check_ending as check_ending
+from .files import write_figure as write_figure
 from .labels import place_labels as place_labels
-from .positions import draw_positions as draw_positions
-from .predictors import draw_predictors as draw_predictors
-from .predictors import lay_out_patches as lay_out_patches
-from .studies import draw_bound as draw_bound
-from .studies import draw_jigsaw as draw_jigsaw
 from .style import MARKERS as MARKERS
 from .style import PALETTE as PALETTE
 from .style import Scale as Scale

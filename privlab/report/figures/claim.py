@@ -9,8 +9,8 @@ from matplotlib.patches import Patch
 
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
-from privlab.report.figures.data import Levels, case_names, notes, read_levels
-from privlab.report.figures.rows import FigureRow, height, stack
+from privlab.report.figures.data import Levels, names_of, notes, read_levels
+from privlab.report.figures.rows import LINE, FigureRow, height, stack
 from privlab.report.figures.style import (
     PUBLISHED,
     SMALL,
@@ -22,14 +22,16 @@ from privlab.report.figures.style import (
     canvas,
     control_line,
     dress,
+    wrap,
 )
 from privlab.report.tables import Results, Score, figure_text
-from privlab.report.tables.sheet import decimals
-
-__all__ = ["draw_claim"]
+from privlab.report.tables.table import decimals
 
 _BAR, _GAP = 0.11, 0.06
 """Heights of a bar, and of the gap between cases, in inches."""
+
+_NAMES = 0.95
+"""The width to which the names of cases are wrapped, in inches."""
 
 
 def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
@@ -50,11 +52,12 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     control = levels.control(cases, y)
     ends = (v for score in scores.values() for v in (score.mean, score.low, score.high))
     scale = Scale.over([0.0, control, *ends], log=False)
-    names = case_names(levels, grouped=True)
-    rows = [
-        FigureRow.named(case.group or "", name, len(roles) * _BAR, _GAP)
-        for case, name in zip(results.cases, names, strict=True)
-    ]
+    names = names_of(levels, grouped=True)
+    rows = []
+    for case, name in zip(results.cases, names, strict=True):
+        text = wrap([name], _NAMES)
+        high = max(len(roles) * _BAR, LINE * (text.count("\n") + 1))
+        rows.append(FigureRow(case.group or "", text, high, _GAP))
     picture, ax = canvas()
     middles = stack(ax, rows)
     ax.grid(axis="x")
@@ -70,7 +73,7 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     scale.apply(ax, "x")
     ax.set_xlabel(axis_title(y))
     handles = [*(_handle(levels, role, set(behind.values())) for role in roles), *line]
-    said = notes(levels, cases, f"Lines: {results.layout.interval * 100:g} % bootstrap intervals of the mean.")
+    said = notes(levels, cases, f"Lines: {results.layout.interval * 100:g} % intervals of the mean.")
     dress(picture, height(rows), handles, said)
     return picture
 

@@ -29,8 +29,6 @@ from privlab.report.figures.style import (
 )
 from privlab.report.tables import CaseFacts, Results, Score
 
-__all__ = ["draw_curve"]
-
 Groups = Mapping[str, Sequence[tuple[float, int]]]
 """The cases of each group, as (value of the option, number of the case), in ascending order."""
 
@@ -80,7 +78,7 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
         ax.set_xscale("log")
     ax.set_xlabel(_title(results.cases[cases[0]], option))
     ax.set_ylabel(axis_title(figure.y))
-    said = notes(levels, cases, f"Bands: {results.layout.interval * 100:g} % bootstrap intervals of the mean.")
+    said = notes(levels, cases, f"Bands: {results.layout.interval * 100:g} % intervals of the mean.")
     dress(picture, _HEIGHT, _handles(series, line), said)
     return picture
 

@@ -1,31 +1,25 @@
 """What figures show of the results: means with intervals by case and role, and the notes below a figure."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
 from privlab.report.figures.style import MEASURED, PAPER, PUBLISHED, WORST, Role
-from privlab.report.tables import Results, Row, Score
-from privlab.report.tables.leakage import leakage
-
-__all__ = ["Levels", "case_names", "check_leaks", "notes", "read_levels"]
-
-_NO_SCORE = Score(math.nan)
+from privlab.report.tables import Results, Row, Score, case_names
+from privlab.report.tables.leakage import NO_SCORE
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The rows of the leakage table that a figure is drawn from, by case and kind."""
+    """The results that a figure is drawn from, with the metrics of its axes as columns."""
 
     results: Results
-    rows: Sequence[Row]
 
     def row(self, case: int, role: Role) -> Row | None:
         """Return the row of a case that a role is drawn from."""
-        return next((row for row in self.rows if row.case == case and row.kind == role.kind), None)
+        return next((row for row in self.results.rows if row.case == case and row.kind == role.kind), None)
 
     def score(self, case: int, role: Role, metric: str) -> Score:
         """Return the mean of a metric over the images of a case, with its interval; NaN where it was not measured.
@@ -38,7 +32,7 @@ class Levels:
             metric: a name in `KNOWN`.
         """
         row = self.row(case, role)
-        score = _NO_SCORE if row is None else row.scores.get(metric, _NO_SCORE)
+        score = NO_SCORE if row is None else row.scores.get(metric, NO_SCORE)
         if KNOWN[metric].direction != "utility" or (role is PUBLISHED and score.mean > 1):
             return score  # papers print a share as such, or in per cent
         return Score(score.mean * 100, score.low * 100, score.high * 100, score.images)
@@ -59,7 +53,7 @@ class Levels:
         if not KNOWN[metric].arrow:
             return math.nan
         of: dict[str | None, list[float]] = {}
-        for row in self.rows:
+        for row in self.results.rows:
             if row.kind == "control" and row.case in set(cases) and not math.isnan(row.scores[metric].mean):
                 of.setdefault(row.attack, []).append(row.scores[metric].mean)
         leakiest = max if KNOWN[metric].direction == "higher leaks" else min
@@ -78,7 +72,7 @@ def read_levels(results: Results, figure: Figure, *metrics: str) -> Levels:
     Raises:
         PrivlabError: if a name is no metric, or no case of the results has a figure for the first one.
     """
-    levels = Levels(results, leakage(replace(results, layout=replace(results.layout, columns=metrics))))
+    levels = Levels(results.laid_out(columns=tuple(metrics)))
     cases = range(len(results.cases))
     roles = [*levels.roles(metrics[0]), PUBLISHED]
     if all(math.isnan(levels.score(case, role, metrics[0]).mean) for case in cases for role in roles):
@@ -97,18 +91,12 @@ def check_leaks(figure: Figure) -> None:
         raise PrivlabError(f"A {figure.kind} shows what leaks. Found y = {figure.y}. Choose from: {leaky}.")
 
 
-def case_names(levels: Levels, *, grouped: bool = False) -> list[str]:
-    """Return a name for each case: its label, † where it is external, and its group where labels repeat.
-
-    If cases stand `grouped` under headings, their names have no group.
-    """
-    cases = levels.results.cases
-    count = Counter(case.label for case in cases)
-    return [
-        (f"{case.label}, {case.group}" if count[case.label] > 1 and case.group and not grouped else case.label)
-        + (" †" if any(levels.external(i, role) for role in (PAPER, WORST)) else "")
-        for i, case in enumerate(cases)
-    ]
+def names_of(levels: Levels, *, grouped: bool = False) -> list[str]:
+    """Return a name for each case, with † where it is external; without a group if cases are `grouped` in a figure."""
+    results = levels.results
+    names = [case.label for case in results.cases] if grouped else case_names(results)
+    external = [any(levels.external(i, role) for role in (PAPER, WORST)) for i in range(len(names))]
+    return [name + " †" * outside for name, outside in zip(names, external, strict=True)]
 
 
 _GEOMETRIES = {
@@ -119,7 +107,7 @@ _GEOMETRIES = {
 
 def notes(levels: Levels, cases: Sequence[int], *said: str) -> list[str]:
     """Return the notes below a figure: number of images, geometry, failures, and what was measured elsewhere."""
-    rows = [row for row in levels.rows if row.case in set(cases)]
+    rows = [row for row in levels.results.rows if row.case in set(cases)]
     images = sorted({row.images for row in rows if row.kind == "worst" and row.images})
     counted = (
         [f"{' to '.join(f'{n}' for n in dict.fromkeys((images[0], images[-1])))} image{'s' * (images[-1] > 1)}."]

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from privlab.grids import Figure
-from privlab.report.figures.data import Levels, case_names, check_leaks, notes, read_levels
+from privlab.report.figures.data import Levels, check_leaks, names_of, notes, read_levels
 from privlab.report.figures.rows import FigureRow, height, stack
 from privlab.report.figures.style import (
     OTHER,
@@ -26,9 +26,8 @@ from privlab.report.figures.style import (
     control_line,
     dress,
 )
-from privlab.report.tables import Results, leakage
-
-__all__ = ["draw_distribution"]
+from privlab.report.tables import SINGLE, Results
+from privlab.report.tables import WORST as WORST_CASE
 
 _ROW, _GAP = 0.115, 0.02
 """Heights of a row, and of the gap under it, in inches."""
@@ -58,7 +57,7 @@ def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Fig
     check_leaks(figure)
     levels = read_levels(results, figure, figure.y)
     samples = list(_samples(levels, figure.y))
-    names = case_names(levels)
+    names = names_of(levels)
     heading = (lambda case: names[case]) if len(results.cases) > 1 else (lambda _: "")
     rows = [FigureRow(heading(sample.case), sample.name, _ROW, _GAP) for sample in samples]
     cases = sorted({sample.case for sample in samples})
@@ -84,14 +83,14 @@ def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Fig
 def _samples(levels: Levels, metric: str) -> Iterator[_Sample]:
     """Yield what was measured, case by case: the paper's attack, the other attacks, the worst case."""
     layout = levels.results.layout
-    images = leakage.per_image(levels.results.records, [metric], layout.geometry)
+    images = levels.results.laid_out(columns=(metric,)).scored.images
     images = images.loc[
-        ~images.control & images[metric].notna() & (images.image != "") & (images.attack != leakage.SINGLE)
+        ~images.control & images[metric].notna() & (images.image != "") & (images.attack != SINGLE)
     ]  # "": a mean, of no known image
-    roles = {leakage.WORST: WORST} | ({layout.paper_attack: PAPER} if layout.paper_attack else {})
+    roles = {WORST_CASE: WORST} | ({layout.paper_attack: PAPER} if layout.paper_attack else {})
     cells = {key: rows[metric].to_numpy(np.float64) for key, rows in images.groupby(["case", "attack", "external"])}
     found = [
-        _Sample(case, attack + (" †" if external else ""), roles.get(attack, OTHER), scores)
+        _Sample(int(str(case)), attack + (" †" if external else ""), roles.get(attack, OTHER), scores)
         for (case, attack, external), scores in sorted(cells.items())
     ]
     order = [PAPER, OTHER, WORST]

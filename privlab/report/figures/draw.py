@@ -10,14 +10,12 @@ from privlab.grids import FIGURES, KNOWN, Figure
 from privlab.report.figures.claim import draw_claim
 from privlab.report.figures.curve import draw_curve
 from privlab.report.figures.distribution import draw_distribution
-from privlab.report.figures.gamma import KINDS, write_figure
+from privlab.report.figures.files import KINDS, write_figure
 from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import figure_style
 from privlab.report.figures.trade_off import draw_trade_off
 from privlab.report.tables import Results
-from privlab.report.tables.sheet import some
-
-__all__ = ["draw", "write_figures"]
+from privlab.report.tables.table import some
 
 _DRAW: Mapping[str, Callable[[Results, Figure], matplotlib.figure.Figure]] = {
     "curve": draw_curve,

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from privlab.report.figures.style import GREY, SMALL
 
-__all__ = ["place_labels"]
-
 Floats = NDArray[np.float64]
 
 _NEAR_DISTANCES = (3, 5)

@@ -8,13 +8,11 @@ from matplotlib.axes import Axes
 
 from privlab.report.figures.style import SMALL, wrap
 
-__all__ = ["FigureRow", "height", "stack"]
-
-_HEAD, _MORE = 0.15, 0.1
+_HEAD, LINE = 0.15, 0.1
 """Heights of a heading, and of each further line of one or of a name, in inches."""
 
-_HEADS, _NAMES = 1.6, 0.95
-"""Widths to which headings and the names of rows are wrapped, in inches."""
+_HEADS = 1.6
+"""The width to which headings are wrapped, in inches."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +23,6 @@ class FigureRow:
     name: str
     height: float
     gap: float
-
-    @classmethod
-    def named(cls, heading: str, name: str, height: float, gap: float) -> "FigureRow":
-        """Return a row with its name wrapped, and as high as the name needs.
-
-        Args:
-            heading: the text above the row and its neighbours of the same heading; empty for none.
-            name: the text on the y axis, which may be long.
-            height: the least height of the row, in inches.
-            gap: the space below the row, in inches.
-        """
-        text = wrap([name], _NAMES)
-        return cls(heading, text, max(height, _MORE * (text.count("\n") + 1)), gap)
 
 
 def stack(ax: Axes, rows: Sequence[FigureRow]) -> list[float]:
@@ -68,4 +53,4 @@ def height(rows: Sequence[FigureRow]) -> float:
 
 
 def _height(heading: str) -> float:
-    return _HEAD + _MORE * wrap([heading], _HEADS).count("\n")
+    return _HEAD + LINE * wrap([heading], _HEADS).count("\n")

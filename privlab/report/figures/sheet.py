@@ -14,13 +14,11 @@ from PIL import Image
 
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
-from privlab.report.figures.data import case_names, check_leaks, notes, read_levels
-from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, metric_title, wrap
-from privlab.report.tables import Results, attack_label, figure_text, leakage
-from privlab.report.tables.sheet import decimals
+from privlab.report.figures.data import check_leaks, names_of, notes, read_levels
+from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, with_unit, wrap
+from privlab.report.tables import WORST, Results, Scored, attack_label, figure_text
+from privlab.report.tables.table import decimals
 from privlab.stores import Place, pngs
-
-__all__ = ["draw_sheet"]
 
 _RANKS = ("leakiest", "median", "least leaky")
 
@@ -57,47 +55,38 @@ def draw_sheet(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     ranked = {case: panels for case in range(len(results.cases)) if (panels := _rank(results, case, figure.y))}
     if not ranked:
         raise PrivlabError(f"The sheet '{figure.name}' needs images. Found none in '{results.path}'.")
-    said = f"Numbers: {metric_title(figure.y)}. Images are ranked by their worst case."
-    names = case_names(levels)
+    said = f"Numbers: {with_unit(figure.y)}. Images are ranked by their worst case."
+    names = names_of(levels)
     titles = [names[case] for case in ranked] if len(results.cases) > 1 else [""]
-    return _draw(list(ranked.values()), titles, _heads(results), notes(levels, list(ranked), said))
-
-
-def _heads(results: Results) -> list[str]:
-    """Return the headings over the columns of a sheet."""
-    paper = results.layout.paper_attack
-    return ["private", "fed", *([paper] if paper else []), "worst case"]
+    heads = filter(None, ("private", "fed", results.layout.paper_attack, "worst case"))
+    return _draw(list(ranked.values()), titles, list(heads), notes(levels, list(ranked), said))
 
 
 def _rank(results: Results, case: int, metric: str) -> list[list[_Panel]]:
     """Return the panels of the images at each rank, or nothing where no images were kept."""
     records = results.records.loc[results.records.case == case]
-    images = leakage.per_image(records, [metric], results.layout.geometry)
-    worst = images.loc[(images.attack == leakage.WORST) & images[metric].notna()]
+    scored = Scored(records, [metric], results.layout.geometry)
+    images = scored.images
+    worst = images.loc[(images.attack == WORST) & images[metric].notna()]
     worst = worst.loc[[results.picture(case, sha, "private") is not None for sha in worst.image]]
     if worst.empty:
         return []
     order = worst.sort_values([metric, "image"], ascending=[KNOWN[metric].direction == "lower leaks", True])
     scores = list(zip(order.image.tolist(), order[metric].tolist(), strict=True))
-    reached = leakage.worst_case(records, [metric], results.layout.geometry).drop_duplicates("image")
+    reached = scored.reached.drop_duplicates("image")
     by = dict(zip(reached.image, zip(reached.attack, reached.geometry, strict=True), strict=True))
     of_paper = images.loc[images.attack == results.layout.paper_attack].groupby("image")[metric].mean().to_dict()
     chosen = [scores[place] for place in (0, (len(scores) - 1) // 2, -1)]
-    return [
-        _panels(results, (case, sha), metric, of_paper.get(sha, math.nan), (*by[sha], score)) for sha, score in chosen
-    ]
-
-
-def _panels(
-    results: Results, of: tuple[int, str], metric: str, of_paper: float, worst: tuple[str, str, float]
-) -> list[_Panel]:
-    """Return the panels `of` an image in a case; `worst` is the attack behind the worst case, geometry, and score."""
-    n = decimals(results.layout, metric)
-    panels = [_Panel(results.picture(*of, what)) for what in ("private", "fed")]
-    if paper := results.layout.paper_attack:
-        panels.append(_Panel(results.picture(*of, paper), figure_text(of_paper, n)))
-    attack, geometry, score = worst
-    return [*panels, _Panel(results.picture(*of, attack), figure_text(score, n), attack_label(attack, geometry))]
+    n, paper = decimals(results.layout, metric), results.layout.paper_attack
+    ranks = []
+    for sha, score in chosen:
+        panels = [_Panel(results.picture(case, sha, what)) for what in ("private", "fed")]
+        if paper:
+            panels.append(_Panel(results.picture(case, sha, paper), figure_text(of_paper.get(sha, math.nan), n)))
+        attack, geometry = by[sha]
+        worst = results.picture(case, sha, attack)
+        ranks.append([*panels, _Panel(worst, figure_text(score, n), attack_label(attack, geometry))])
+    return ranks
 
 
 def _draw(

@@ -16,32 +16,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from privlab.grids import KNOWN
-
-__all__ = [
-    "COLUMN",
-    "GREY",
-    "MARKERS",
-    "MEASURED",
-    "OTHER",
-    "PAGE",
-    "PALETTE",
-    "PAPER",
-    "PUBLISHED",
-    "SMALL",
-    "WORST",
-    "Role",
-    "Scale",
-    "axis_title",
-    "bare",
-    "canvas",
-    "control_line",
-    "dress",
-    "figure_style",
-    "look",
-    "metric_title",
-    "option_title",
-    "wrap",
-]
+from privlab.report.tables import metric_title
 
 COLUMN, PAGE = 3.3, 6.9
 """Widths of a paper's column and of its page, in inches."""
@@ -117,25 +92,7 @@ MEASURED = Role("worst", "measured here", "#0072B2", "#B7D7EA", "full", "-", "o"
 """The paper's attack, run here; the worst case; what the paper printed; other attacks; and utility, which no attack
 changes."""
 
-_TITLES = {
-    "mse": "MSE",
-    "psnr": "PSNR (dB)",
-    "psnr_affine": "PSNR after gain and offset (dB)",
-    "correlation": "correlation of pixels",
-    "gms_affine": "similarity of gradient magnitudes",
-    "ssim": "SSIM",
-    "ssim_skimage": "SSIM (scikit-image)",
-    "fft2d": "FFT2D",
-    "fft2d_mjp": "FFT2D (MJP)",
-    "lpips_alex": "LPIPS (AlexNet)",
-    "lpips_vgg": "LPIPS (VGG)",
-    "lpips_squeeze": "LPIPS (SqueezeNet)",
-    "f_sim": "F-SIM",
-    "placement_accuracy": "patches placed",
-    "neighbour_accuracy": "neighbours placed",
-    "key_recovered": "key recovered",
-    "correct": "accuracy (%)",
-}
+_UNITS = {"psnr": "dB", "psnr_affine": "dB", "correct": "%"}
 _OPTIONS = {
     "gamma": "γ (share of patches shuffled)",
     "std": "standard deviation of the noise",
@@ -147,14 +104,14 @@ _OPTIONS = {
 _LEAKS = {"higher leaks": "{}   leakier →", "lower leaks": "{}   ← leakier", "utility": "{}   more useful →"}
 
 
-def metric_title(metric: str) -> str:
-    """Return a metric's name and unit."""
-    return _TITLES.get(metric, metric.replace("_", " "))
+def with_unit(metric: str) -> str:
+    """Return a metric's name and unit: "PSNR (dB)"."""
+    return metric_title(metric) + (f" ({_UNITS[metric]})" if metric in _UNITS else "")
 
 
 def axis_title(metric: str, beside: str = "") -> str:
     """Return a metric's name, its unit, and an arrow to where it leaks; it turns with the text of an upright axis."""
-    return _LEAKS[KNOWN[metric].direction].format(metric_title(metric) + (f", {beside}" if beside else ""))
+    return _LEAKS[KNOWN[metric].direction].format(with_unit(metric) + (f", {beside}" if beside else ""))
 
 
 def option_title(option: str) -> str:
@@ -250,17 +207,14 @@ class Scale:
         ends = {place: name for place, name in ((self.bottom, "0"), (self.top, "∞")) if place is not None}
         if ends:
             low, high = axis.get_view_interval()
-            ticks = [t for t in axis.get_majorticklocs() if max(low, self._least) <= t <= min(high, self.finite[1])]
+            least = -math.inf if self.bottom is None else self.finite[0]
+            ticks = [t for t in axis.get_majorticklocs() if max(low, least) <= t <= min(high, self.finite[1])]
             names = list(axis.get_major_formatter().format_ticks(ticks))
             axis.set_ticks([*ticks, *ends], [*names, *ends.values()])
 
-    @property
-    def _least(self) -> float:
-        return self.finite[0] if self.bottom is not None else -math.inf
-
 
 def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False) -> list[Line2D]:
-    """Draw a line at the leakiest control's score, and return its part of the legend; nothing where there is no score.
+    """Draw a line at `level`, the leakiest control's mean, and return its part of the legend; nothing where it is NaN.
 
     Args:
         ax: the axes.
@@ -283,7 +237,7 @@ def bar_style(role: Role) -> dict[str, Any]:
 def look(role: Role, color: str | None = None, marker: str | None = None) -> dict[str, Any]:
     """Return the keyword arguments of `Axes.plot` for the marks of a role.
 
-    Line and fill tell roles apart; the marker, and with it the colour, tells groups of cases apart.
+    Line and fill tell roles apart; the marker of a group of cases, and with it the colour, tells groups apart.
 
     Args:
         role: whose figure the marks show.

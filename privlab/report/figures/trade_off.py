@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from privlab.base import PrivlabError, check_name
 from privlab.grids import KNOWN, Figure
-from privlab.report.figures.data import Levels, case_names, notes, read_levels
+from privlab.report.figures.data import Levels, names_of, notes, read_levels
 from privlab.report.figures.labels import place_labels
 from privlab.report.figures.style import (
     GREY,
@@ -25,8 +25,6 @@ from privlab.report.figures.style import (
     look,
 )
 from privlab.report.tables import Results
-
-__all__ = ["draw_trade_off"]
 
 _Place = tuple[float, float]
 
@@ -69,7 +67,7 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
     ax.set_ylabel(axis_title(y))
     said = notes(levels, cases, "Means over images.")
     dress(picture, _HEIGHT, handles, said, columns=3)
-    names = [case_names(levels)[case] for case in cases]
+    names = [names_of(levels)[case] for case in cases]
     if not place_labels(picture, ax, joins, names, near=True):
         key = "; ".join(f"{n} {name}".replace(" ", "\N{NO-BREAK SPACE}") for n, name in enumerate(names, 1))
         dress(picture, _HEIGHT, handles, [f"{key}.", *said], columns=3)

@@ -4,29 +4,24 @@ import base64
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import privlab
-from privlab.base import PrivlabError, first
+from privlab.base import first, write_whole
 from privlab.evaluation import CONTROL
-from privlab.images import one_line
-from privlab.report.page.data import Images, case_names, page_data, scores_of
+from privlab.report.page.data import Images, page_data, scores_of
+from privlab.report.page.overview import flags, lead_text, verdict
 from privlab.report.page.pictures import Album, albums, order_of
-from privlab.report.page.verdict import flags, lead_text, verdict
-from privlab.report.tables import Results, apart_lines, apart_of, lead_metric, power_of, scope
-from privlab.report.tables.leakage import leakage
+from privlab.report.tables import Facts, Results, apart, apart_lines, case_names, scope
+from privlab.report.tables.case_verdicts import verdicts_of
 from privlab.report.tables.per_image import sign_of
-
-__all__ = ["write_page"]
 
 
 def write_page(results: Results, out: Path) -> Path:
@@ -35,21 +30,15 @@ def write_page(results: Results, out: Path) -> Path:
     Raises:
         PrivlabError: if the file cannot be written.
     """
-    page = _environment().from_string(_part("page.html")).render(_context(results))
-    draft = out.with_name(f".{out.name}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
-        draft.replace(out)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise PrivlabError(f"The page '{out}' cannot be written: {one_line(error)}. Give another file.") from None
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    page = environment.from_string(_part("page.html")).render(_context(results))
+    write_whole(
+        out,
+        lambda draft: draft.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n"),
+        durable=False,
+        place="file",
+    )
     return out
-
-
-def _environment() -> Environment:
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
 def _part(name: str) -> str:
@@ -59,7 +48,7 @@ def _part(name: str) -> str:
 def _context(results: Results) -> dict[str, Any]:
     """Return the variables of the template."""
     css, js = _part("page.css"), _part("page.js")
-    rows, lead = leakage(results), lead_metric(results.layout.columns)
+    command = results.facts.get("command") or ""
     return {
         "title": results.title,
         "source": results.source,
@@ -71,29 +60,29 @@ def _context(results: Results) -> dict[str, Any]:
         "counts": _counts(results),
         "paper_attack": results.layout.paper_attack,
         "interval": f"{results.layout.interval:.0%}",
-        "lead": [*lead_text(results, rows, lead), scope(results.records)],
-        "power": power_of(results),
-        "lead_metric": lead,
-        "members": apart_lines(apart_of(results)),
-        "flags": flags(results, rows, lead),
-        "verdicts": [verdict(results, rows, name) for name in results.layout.columns if sign_of(name)],
+        "lead": [*lead_text(results), scope(results.records)],
+        "case_verdicts": verdicts_of(Facts.of(results)),
+        "lead_metric": results.lead,
+        "members": apart_lines(apart(results)),
+        "flags": flags(results),
+        "verdicts": [verdict(results, name) for name in results.layout.columns if sign_of(name)],
         "tables": _tables(results),
         "facts": json.dumps(_shorten(results.facts), indent=2, ensure_ascii=False, default=str),
-        "command": _command(results.facts.get("command")),
-    } | _script_data(results, lead)
+        "command": command if isinstance(command, str) else shlex.join(command),
+    } | _script_data(results)
 
 
-def _script_data(results: Results, lead: str) -> dict[str, Any]:
+def _script_data(results: Results) -> dict[str, Any]:
     """Return the data of the script, the albums, and a sentence on how many images the page shows."""
     if results.records.empty:
         return {"data": "", "albums": {}, "pictures": ""}
     images = Images.of(results.records)
     scores = scores_of(results, images)
-    held = albums(results, images, scores, order_of(scores, lead, len(images.names)))
+    held = albums(results, images, scores, order_of(scores, results.lead, len(images.names)))
     fed = any(what.endswith("/fed") for album in held.values() for what in album.of)
     kept = "pictures" if any((results.path / "pictures").glob("*/")) else "strips"
     return {
-        "data": _script(page_data(results, images, scores, lead, fed=fed, kept=kept)),
+        "data": _script(page_data(results, images, scores, fed=fed, kept=kept)),
         "albums": {number: _script(asdict(album)) for number, album in held.items()},
         "pictures": _size_text(held, len(images.names), kept),
     }
@@ -147,15 +136,16 @@ def _counts(results: Results) -> list[tuple[str, int]]:
     return [*((name if n == 1 else f"{name}s", n) for name, n in counts.items()), ("failed", failed)]
 
 
-_STATED = ("victim", "weights", "block", "defense", "setting", "release", "label_origin")
+_STATED = ("victim", "weights", "block", "defense", "setting", "release", "label_origin", "seed", "draw", "dtype")
+_STATED += ("device", "privlab_version")
 _RUN = ("started", "written", "seconds", "status", "engine", "workers")
-_STATED += ("seed", "draw", "dtype", "device", "privlab_version")
 
 
 def _tables(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return what was run, the paper's conditions, versions and hardware, as tables of two columns."""
     facts, records = results.facts, results.records
-    run = [(name.replace("_", " "), _distinct(records[name])) for name in _STATED if name in records]
+    stated = {name: records[name].dropna().unique() for name in _STATED if name in records}
+    run = [(name.replace("_", " "), first(map(str, values), 12)) for name, values in stated.items()]
     run += [(name, str(facts[name])) for name in _RUN if facts.get(name) is not None]
     run += [("images", str((facts.get("images") or {}).get("source") or ""))]
     run += [("commit", ", ".join(f"{name} {value}" for name, value in (facts.get("commit") or {}).items()))]
@@ -168,10 +158,6 @@ def _tables(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Hardware", _pairs(facts.get("hardware"))),
     ]
     return [(name, rows) for name, rows in tables if rows]
-
-
-def _distinct(values: pd.Series) -> str:
-    return first(map(str, values.dropna().unique()), 12)
 
 
 def _pairs(facts: object) -> list[tuple[str, str]]:
@@ -192,7 +178,3 @@ def _shorten(facts: object) -> object:
 
 _MOST_VALUES = 20
 """The most values of a column that the page lists."""
-
-
-def _command(command: str | Sequence[str] | None) -> str:
-    return command or "" if isinstance(command, str | None) else shlex.join(command)

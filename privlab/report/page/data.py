@@ -1,35 +1,22 @@
 """The data of the page's script: the scores of each attack on each case, image by image."""
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from privlab.base import plain_data
 from privlab.evaluation import CONTROL
-from privlab.grids import KNOWN
-from privlab.report.tables import Results, Row, attack_label, worst_case
-from privlab.report.tables.leakage import leakage
-from privlab.report.tables.per_image import per_image, sign_of
-from privlab.report.tables.sheet import decimals
-
-__all__ = ["Images", "Scores", "case_names", "page_data", "scores_of", "title"]
-
-_ACRONYMS = {"mse", "psnr", "ssim", "fft2d", "lpips"}
-
-
-def title(metric: str) -> str:
-    """Return a metric's name as a heading, with the arrow of the direction that leaks."""
-    words = metric.replace("f_sim", "F-SIM").replace("mjp", "(MJP)").split("_")
-    return " ".join([*(word.upper() if word in _ACRONYMS else word for word in words), KNOWN[metric].arrow]).strip()
+from privlab.report.tables import Results, Row, attack_label, case_names, heading
+from privlab.report.tables.per_image import CELL, sign_of
+from privlab.report.tables.table import decimals
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images of all records: names and hashes by number; `number` is found by an image's key in `per_image`."""
+    """The images of all records: names and hashes by number; `number` is found by an image's key in `Scored.images`."""
 
     names: Sequence[str]
     hashes: Sequence[str]
@@ -67,20 +54,20 @@ def scores_of(results: Results, images: Images) -> list[Scores]:
     return [
         scores
         for geometry in (own, *others)
-        for scores in _under(replace(results, layout=replace(results.layout, geometry=geometry)), images)
+        for scores in _under(results.laid_out(geometry=geometry), images)
         if geometry == own or (scores.row.kind != "control" and len(scores.values))
     ]
 
 
 def _under(results: Results, images: Images) -> Iterator[Scores]:
     metrics, geometry = results.layout.columns, results.layout.geometry
-    found = per_image(results.records, metrics, geometry)
+    found = results.scored.images
     found = found[found.scored & (found.image != "")]
     numbers = found.image.map(images.number)
-    values = dict(list(found.set_index(numbers)[list(metrics)].groupby([np.asarray(found[name]) for name in _KEY])))
+    values = dict(list(found.set_index(numbers)[list(metrics)].groupby([np.asarray(found[name]) for name in CELL])))
     failed, reached = _failures(results, images), _worst_attacks(results, images)
     nothing = found.iloc[:0][list(metrics)]
-    for row in leakage(results):
+    for row in results.rows:
         if row.kind not in ("attack", "control", "worst"):
             continue
         key = (row.case, row.attack, "" if row.kind == "worst" else row.external or "")
@@ -90,9 +77,6 @@ def _under(results: Results, images: Images) -> Iterator[Scores]:
             by = {name: [reached.get((row.case, name, image)) for image in scored.index] for name in metrics}
         place = "in_place" if row.kind == "control" else geometry
         yield Scores(row, place, scored, by, failed.get((row.case, row.attack or "", place), {}))
-
-
-_KEY = ["case", "attack", "external"]
 
 
 def _failures(results: Results, images: Images) -> dict[tuple[int, str, str], dict[int, str]]:
@@ -107,35 +91,34 @@ def _failures(results: Results, images: Images) -> dict[tuple[int, str, str], di
 
 def _worst_attacks(results: Results, images: Images) -> dict[tuple[int, str, int], str]:
     """Return the attack behind each worst case, by case, metric and image; of several that tie, the first by name."""
-    found = worst_case(results.records, results.layout.columns, results.layout.geometry)
-    found = found.drop_duplicates(["case", "image", "metric"])
+    found = results.scored.reached.drop_duplicates(["case", "image", "metric"])
     keys = zip(found.case, found.metric, found.image.map(images.number), strict=True)
     return dict(zip(keys, map(attack_label, found.attack, found.geometry), strict=True))
 
 
-def page_data(
-    results: Results, images: Images, scores: Sequence[Scores], lead: str, *, fed: bool, kept: str
-) -> dict[str, Any]:
-    """Return what the script of the page reads; an infinite score is "inf", one that was not measured null.
+def page_data(results: Results, images: Images, scores: Sequence[Scores], *, fed: bool, kept: str) -> dict[str, Any]:
+    """Return what the script of the page reads; an infinite score is "Infinity", one that was not measured null.
+
+    `fed` says whether the page holds images of what the client fed, and `kept` names the folder in which images are
+    stored, "pictures" or "strips".
 
     Args:
         results: the cases, and the columns of the table.
         images: the images by their numbers, by which `scores` names them.
         scores: the rows of the table, with the scores of each image.
-        lead: the metric that is shown first.
         fed: whether the page holds images of what the client fed.
         kept: the folder in which images are stored, "pictures" or "strips".
     """
     known = results.records.dropna(subset=["setting"]).groupby("case").setting.unique()
     settings = {case: ", ".join(map(str, values)) for case, values in known.items()}
     return {
-        "lead": lead,
+        "lead": results.lead,
         "geometry": results.layout.geometry,
         "fed": fed,
         "private": "unscored" not in results.facts,
         "kept": kept,
         "metrics": [
-            {"name": name, "head": title(name), "decimals": decimals(results.layout, name), "leaks": sign_of(name)}
+            {"name": name, "head": heading(name), "decimals": decimals(results.layout, name), "leaks": sign_of(name)}
             for name in results.layout.columns
         ],
         "cases": [
@@ -145,14 +128,6 @@ def page_data(
         "images": [[name, sha[:16]] for name, sha in zip(images.names, images.hashes, strict=True)],
         "sets": [_set(one, results.layout.columns) for one in scores],
     }
-
-
-def case_names(results: Results) -> list[str]:
-    """Return the label of each case, with its group where another case has the same label."""
-    count = Counter(case.label for case in results.cases)
-    return [
-        f"{case.label}, {case.group}" if case.group and count[case.label] > 1 else case.label for case in results.cases
-    ]
 
 
 def _set(one: Scores, metrics: Sequence[str]) -> dict[str, Any]:
@@ -176,8 +151,6 @@ def _set(one: Scores, metrics: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _plain(value: float) -> float | str | None:
+def _plain(value: float) -> object:
     """Return a number as JSON can hold it, to 6 digits."""
-    if math.isnan(value):
-        return None
-    return float(f"{value:.6g}") if math.isfinite(value) else "inf" if value > 0 else "-inf"
+    return plain_data(float(f"{value:.6g}"))

@@ -5,7 +5,7 @@
   const METRIC = Object.fromEntries(DATA.metrics.map((metric) => [metric.name, metric]));
   const WORST = "worst case", ROWS_A_PAGE = 100;
 
-  const number = (value) => (value === null || value === undefined ? NaN : value === "inf" ? Infinity : value);
+  const number = (value) => (value === null || value === undefined ? NaN : Number(value));
   function shown(value, decimals) {
     if (Number.isNaN(value)) return "n/a";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";

@@ -16,8 +16,6 @@ from privlab.report.page.data import Images, Scores
 from privlab.report.tables import Results
 from privlab.stores import Place, pngs
 
-__all__ = ["FULL_BUDGET", "SMALL_BUDGET", "Album", "albums", "order_of"]
-
 FULL_BUDGET, SMALL_BUDGET = 40_000_000, 24_000_000
 """The most characters of a page that images in full size, and thumbnails, may take. The thumbnail of a private image is
 always kept, whatever the budget."""
@@ -46,7 +44,7 @@ class Album:
 
 
 def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
-    """Return the numbers of all images, those first that have the least, the median or the greatest score of a row.
+    """Return 0 to `images` − 1, those first that have the least, the median or the greatest score of an attack.
 
     Args:
         scores: the rows of the table, with the scores of each image; those of controls are skipped.
@@ -65,7 +63,8 @@ def albums(results: Results, images: Images, scores: Sequence[Scores], order: It
     """Return the album of each image that has a file, by the number of the image.
 
     An album holds the private image, the fed image and the reconstructions: in full size until `FULL_BUDGET` is spent,
-    as thumbnails until `SMALL_BUDGET` is spent, and after that only the thumbnail of the private image.
+    as thumbnails until `SMALL_BUDGET` is spent, and after that only the thumbnail of the private image. The budgets are
+    spent in the `order` of the numbers of the images.
 
     Args:
         results: the cases, and the directory in which image files are looked for.

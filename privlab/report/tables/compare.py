@@ -1,7 +1,6 @@
 """The cells of a table that moved between two runs by more than their interval: a guard against regressions."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,12 +11,10 @@ import pandas as pd
 from privlab.evaluation import EXACT_DB
 from privlab.grids import KNOWN
 from privlab.metrics import DECIBELS
-from privlab.report.tables.leakage import Measured, Score, measure
-from privlab.report.tables.per_image import SINGLE, per_image
+from privlab.report.tables.leakage import NO_SCORE, Measured, Score, measure
+from privlab.report.tables.per_image import SINGLE
 from privlab.report.tables.results import Results
-from privlab.report.tables.sheet import figure_text, heading
-
-__all__ = ["Moved", "compare"]
+from privlab.report.tables.table import figure_text, heading, some
 
 _ROUNDING_ERROR = 1e-6
 """Relative differences up to this are rounding of float32, on another machine or in another order."""
@@ -65,7 +62,7 @@ class Moved:
         if self.what != "moved":
             return f"{where} {self.what}: {figure_text(self.new if math.isnan(self.old) else self.old, n)}"
         interval = "" if math.isnan(self.low) else f" [{figure_text(self.low, n)}, {figure_text(self.high, n)}]"
-        over = f"over {self.images} image{'s' if self.images > 1 else ''}" if self.images else "no image in common"
+        over = f"over {some(self.images, 'image')}" if self.images else "no image in common"
         more = {True: ", leaks more", False: ", leaks less", None: ""}[self.leaks_more]
         moved = f"moved by {figure_text(self.difference, n)}{interval}, {over}{more}"
         return f"{where} {figure_text(self.old, n)} → {figure_text(self.new, n)}, {moved}"
@@ -74,7 +71,7 @@ class Moved:
 def compare(old: Results, new: Results) -> list[Moved]:
     """Return the cells that moved by more than their interval, that only one run has, or in which more images failed.
 
-    A cell moved if the bootstrap interval of its difference, paired by image, does not hold zero. Where the runs have
+    A cell moved if Student's interval of its difference, paired by image, does not hold zero. Where the runs have
     no image in common, the interval is that of two independent means (Zou and Donner 2008). Where there is only one
     image, every difference counts. Both runs are read with the new one's layout, without their controls; cases are
     matched by group and label. Finite PSNRs above 100 dB count as 100: such reconstructions are exact.
@@ -83,8 +80,8 @@ def compare(old: Results, new: Results) -> list[Moved]:
     metrics = tuple(dict.fromkeys((*layout.columns, *old.layout.columns)))
     places = {name: i for i, name in enumerate(dict.fromkeys((*_names(new), *_names(old))))}
     first, second = (_images(results, metrics, layout.geometry, places) for results in (old, new))
-    frames = (first, second, _pair(first, second, metrics))
-    before, after, between = (dict(measure(frame, metrics, layout.interval)) for frame in frames)
+    before, after = (dict(measure(frame, metrics, layout.interval)) for frame in (first, second))
+    between = dict(measure(_pair(first, second, metrics), metrics, layout.interval, differences=True))
     names = list(places)
     moved = []
     for key in sorted(before.keys() | after.keys()):
@@ -100,17 +97,13 @@ _Place = tuple[str, str | None, str]
 
 def _names(results: Results) -> list[_Name]:
     """Return a name for each case: its group, its label, and a number that tells equal names apart."""
-    seen: Counter[tuple[str | None, str]] = Counter()
-    names = []
-    for case in results.cases:
-        names.append((case.group, case.label, seen[case.group, case.label]))
-        seen[case.group, case.label] += 1
-    return names
+    names = [(case.group, case.label) for case in results.cases]
+    return [(*name, names[:i].count(name)) for i, name in enumerate(names)]
 
 
 def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: Mapping[_Name, int]) -> pd.DataFrame:
     """Return the scores by image, without controls and with exact scores made equal; cases are numbered by `places`."""
-    found = per_image(results.records, metrics, geometry)
+    found = results.laid_out(columns=tuple(metrics), geometry=geometry).scored.images
     found = found.loc[~found.control & (found.image != "") & (found.attack != SINGLE)]  # one of the others
     numbers = np.array([places[name] for name in _names(results)], dtype="int64")
     for name in (name for name in DECIBELS if name in metrics):
@@ -133,15 +126,12 @@ def _of_cell(
     place: _Place, old: Measured | None, new: Measured | None, both: Measured | None, metrics: tuple[str, ...]
 ) -> Iterator[Moved]:
     """Yield what moved in one cell."""
-    absent = Score(math.nan)
-    nothing: Measured = (dict.fromkeys(metrics, absent), 0, 0)
-    (was, _, failed_before), (now, _, failed_now), (paired, _, _) = old or nothing, new or nothing, both or nothing
-    if old and new and failed_now > failed_before:
-        yield Moved(*place, "failed", "more failures", float(failed_before), float(failed_now))
+    if old and new and new.failed > old.failed:
+        yield Moved(*place, "failed", "more failures", float(old.failed), float(new.failed))
     for name in metrics:
-        before, after = was[name], now[name]
+        before, after, paired = (of.scores[name] if of else NO_SCORE for of in (old, new, both))
         if before.images and after.images:
-            change = paired[name] if paired[name].images else _unpaired_change(before, after)
+            change = paired if paired.images else _unpaired_change(before, after)
             if not _still(before, after, change):
                 ends = (change.mean, change.low, change.high, change.images)
                 yield Moved(*place, name, "moved", before.mean, after.mean, *ends)

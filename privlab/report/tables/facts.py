@@ -1,4 +1,4 @@
-"""The facts that the rules of red flags read: the scores of each case, and what its rows state."""
+"""The facts that verdicts and red flags read: the scores of each case, and what its rows state."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,59 +8,71 @@ import pandas as pd
 
 from privlab.evaluation import CONTROL, EXACT_DB
 from privlab.grids import KNOWN
-from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
+from privlab.metrics import DECIBELS, STRUCTURE
 from privlab.report.tables.knowledge import kinds_in, knows, undone
 from privlab.report.tables.measure import Measure, structure
-from privlab.report.tables.per_image import leakiest_geometries, measured_images, sign_of
-from privlab.report.tables.sheet import figure_text, unit_of
-
-__all__ = ["COMPARED_COLUMNS", "Facts", "join_first"]
+from privlab.report.tables.per_image import Scored, lead_metric, sign_of
+from privlab.report.tables.results import Results, case_names
+from privlab.report.tables.table import figure_text, unit_of
 
 _MOST_TEXTS = 3
 """The most texts of a flag that are listed."""
-_NAMED_COLUMNS = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
 COMPARED_COLUMNS = [
     *("victim", "weights_sha256", "block", "release", "setting", "defense", "defense_params"),
     *("attack", "geometry", "conditions"),
 ]
 """The columns that two records must share if their attacks are to be compared by budget alone."""
-_NEEDED_COLUMNS = (*COMPARED_COLUMNS, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
-_NEEDED_COLUMNS += ("victim_params", "label_origin", "beyond_range", "effort", "cut_layer")
+SHARED_COLUMNS = ("victim_params", "weights_sha256", "block", "release", "dtype", "conditions", "batch_images")
+"""The columns in which a record must agree with one of its positive control, besides the image and the batch."""
+_NEEDED_COLUMNS = (*COMPARED_COLUMNS, *SHARED_COLUMNS, "attack_params", "seed", "draw", "weights", "reason", "image")
+_NEEDED_COLUMNS += ("label_origin", "beyond_range", "effort", "cut_layer", "batch", "schema", "external")
 
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """The facts that the rules read."""
+    """What verdicts and red flags are made of: the records of all cases, and how their attacks are compared.
+
+    Args:
+        records: a row per image, attack and geometry; `case` has the number of its case.
+        names: the names of the cases, by their numbers.
+        metrics: the columns of the table; by the lead metric, attacks are compared.
+        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are compared.
+        level: confidence level of all intervals of a case together, in (0, 1).
+        knowing: attacks that know every defense here, though their classes are not installed.
+    """
 
     records: pd.DataFrame
     names: Sequence[str]
-    metric: str
-    geometry: str
+    metrics: Sequence[str]
+    geometry: str = "in_place"
+    level: float = 0.95
     knowing: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls,
-        records: pd.DataFrame,
-        names: Sequence[str],
-        metric: str,
-        geometry: str,
-        knowing: frozenset[str] = frozenset(),
-    ) -> "Facts":
-        """Return the facts of records; columns that the records lack are added and null.
+    def of(cls, results: Results) -> "Facts":
+        """Return the facts of results, by the metrics of their table."""
+        layout = results.layout
+        return cls(results.records, case_names(results), layout.columns, layout.geometry, layout.interval)
 
-        Args:
-            records: a row per image, attack and geometry; `case` has the number of its case.
-            names: the names of the cases, by their numbers.
-            metric: the one by which attacks are compared.
-            geometry: "in_place", "oracle" or "reassembled": in which scores are compared.
-            knowing: attacks that know every defense here, though their classes are not installed.
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """Return the records; columns that they lack are added and null."""
+        return self.records.reindex(columns=list(dict.fromkeys([*self.records.columns, *_NEEDED_COLUMNS])))
+
+    @property
+    def metric(self) -> str:
+        """Return the metric by which attacks are compared."""
+        return lead_metric(self.metrics)
+
+    @cached_property
+    def leaky(self) -> list[str]:
+        """Return the metrics by which a verdict is reached, the lead metric first, and those of `STRUCTURE` last.
+
+        MJP's own FFT2D is left out: it compares means above all.
         """
-        named = [name for name in _NAMED_COLUMNS if name in records]
-        there = records.reindex(
-            columns=list(dict.fromkeys([*named, *_NEEDED_COLUMNS, metric, *STRUCTURE, *MIRRORED.values()]))
-        )
-        return cls(there, names, metric, geometry, knowing)
+        leaky = [name for name in self.metrics if sign_of(name) and name != "fft2d_mjp"]
+        leaky.sort(key=lambda name: name != self.metric)
+        return leaky + [name for name in STRUCTURE if leaky and name not in leaky and name in self.records]
 
     @property
     def sign(self) -> int:
@@ -70,12 +82,12 @@ class Facts:
     @cached_property
     def own(self) -> pd.Series:
         """Return which rows are those of attacks; the others are controls."""
-        return ~self.records.attack.str.startswith(CONTROL).astype(bool)
+        return ~self.rows.attack.str.startswith(CONTROL).astype(bool)
 
     @cached_property
     def images(self) -> pd.DataFrame:
         """Return the scored images of each case, attack and control."""
-        found = measured_images(self.records, list(dict.fromkeys([self.metric, *STRUCTURE])), self.geometry)
+        found = Scored(self.rows, list(dict.fromkeys([self.metric, *STRUCTURE])), self.geometry).measured
         return found.loc[found.scored]
 
     @cached_property
@@ -91,7 +103,7 @@ class Facts:
         """
         means = self.images.groupby(["case", "attack"], sort=False).agg(mean=(self.metric, "mean"))["mean"]
         table: dict[int, dict[str, float]] = {}
-        best = leakiest_geometries(self.records, [self.metric], self.geometry)
+        best = Scored(self.rows, [self.metric], self.geometry).leakiest_geometries
         for case, attack, mean in zip(best.case.tolist(), best.attack, best["value"].tolist(), strict=True):
             table.setdefault(case, {}).setdefault(attack, mean)  # our own stand before external ones
         for (case, attack), mean in means.to_dict().items():
@@ -99,13 +111,21 @@ class Facts:
         return table
 
     @cached_property
+    def cases(self) -> Mapping[int, pd.DataFrame]:
+        """Return the rows of each case."""
+        return {int(str(case)): rows for case, rows in self.rows.groupby("case")}
+
+    @cached_property
     def defenses(self) -> Mapping[int, frozenset[str]]:
-        """Return the parts of each case's defense; cases without one are left out."""
-        pairs = self.records[["case", "defense"]].dropna().drop_duplicates()
-        parts: dict[int, frozenset[str]] = {}
-        for case, name in pairs.itertuples(index=False):
-            parts[case] = parts.get(case, frozenset()) | {part for part in name.split("+") if part != "none"}
-        return {case: found for case, found in parts.items() if found}
+        """Return the parts of each case's defense; the set is empty where no defense is at work."""
+        named = {case: rows.defense.dropna().unique() for case, rows in self.cases.items()}
+        return {case: frozenset("+".join(found).split("+")) - {"none", ""} for case, found in named.items()}
+
+    @cached_property
+    def defended(self) -> Mapping[int, frozenset[str]]:
+        """Return the parts of each defense that is at work, by case, in the order of the records."""
+        cases = self.rows.case[self.rows.defense.notna()].unique().tolist()
+        return {case: self.defenses[case] for case in cases if self.defenses[case]}
 
     def attacks(self, case: int) -> dict[str, float]:
         """Return the means of the attacks that were scored on a case."""
@@ -159,11 +179,6 @@ class Facts:
         """Return whether all parts of a case's defense are undone in what is scored, by the attack or the geometry."""
         known = undone(attack, self.cases[case], self.geometry)
         return attack in self.knowing or knows(known, self.defenses[case], self.kinds[case])
-
-    @cached_property
-    def cases(self) -> Mapping[int, pd.DataFrame]:
-        """Return the records of each case."""
-        return {int(str(case)): rows for case, rows in self.records.groupby("case")}
 
     @cached_property
     def kinds(self) -> Mapping[int, Mapping[str, frozenset[str]]]:

@@ -1,5 +1,6 @@
 """Red flags: what weakens a verdict, found in records alone. Tables and the page share these rules."""
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +10,12 @@ import pandas as pd
 
 from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
-from privlab.report.page import case_names
+from privlab.report.intervals import FEWEST_IMAGES
 from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, join_first
 from privlab.report.tables.knowledge import AGGREGATION, declared_defenses, knows
-from privlab.report.tables.per_image import lead_metric, measured_images
-from privlab.report.tables.results import Results
-from privlab.report.tables.sheet import some
+from privlab.report.tables.per_image import Scored
+from privlab.report.tables.table import some
 from privlab.threat import AttackClass, Capability, acts_on
-
-__all__ = ["DETERMINISTIC", "FEWEST_IMAGES", "RULES", "Flag", "flag_lines", "flags_of", "red_flags"]
-__all__ += ["structure_cases"]
 
 DETERMINISTIC = frozenset(
     {
@@ -34,9 +31,6 @@ BUDGETS = frozenset({"steps", "rounds", "iterations", "max_iterations", "starts"
 NOTHING_RELEASED = "what is released is zero or not finite"
 """The reason in a record where there was nothing to attack."""
 
-FEWEST_IMAGES = 20
-"""The number of images of a case below which its means say little, and the failure of an attack says nothing."""
-
 
 @dataclass(frozen=True)
 class Flag:
@@ -46,37 +40,9 @@ class Flag:
     items: Sequence[str]
 
 
-def red_flags(
-    records: pd.DataFrame,
-    names: Sequence[str],
-    metric: str = "psnr",
-    geometry: str = "in_place",
-    knowing: frozenset[str] = frozenset(),
-) -> list[Flag]:
-    """Return the flags that the rules raise, in the order of `RULES`; those without an item are left out.
-
-    Args:
-        records: a row per image, attack and geometry; `case` has the number of its case.
-        names: the names of the cases, by their numbers.
-        metric: the one by which attacks are compared.
-        geometry: "in_place", "oracle" or "reassembled": in which attacks are compared.
-        knowing: attacks that know every defense here, though their classes are not installed.
-    """
-    facts = Facts.of(records, names, metric, geometry, knowing)
+def red_flags(facts: Facts) -> list[Flag]:
+    """Return the flags that the rules raise, in the order of `RULES`; those without an item are left out."""
     return [Flag(head, items) for head, rule in RULES.items() if (items := rule(facts))]
-
-
-def flags_of(results: Results) -> list[Flag]:
-    """Return the red flags of results, by their lead metric."""
-    layout = results.layout
-    return red_flags(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
-
-
-def structure_cases(results: Results) -> set[int]:
-    """Return the cases in which some attack leaks structure, whatever its scale."""
-    layout = results.layout
-    facts = Facts.of(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
-    return {case for case, found in facts.structure.items() if found}
 
 
 def flag_lines(flags: Sequence[Flag]) -> list[str]:
@@ -87,9 +53,9 @@ def flag_lines(flags: Sequence[Flag]) -> list[str]:
 
 def _no_adaptive_attack(facts: Facts) -> list[str]:
     found: dict[int, str] = {}
-    for case, parts in facts.defenses.items():
+    for case, parts in facts.defended.items():
         if not any(facts.knows(attack, case) for attack in facts.attacks(case)):
-            rows = facts.records.loc[facts.records.case == case]
+            rows = facts.rows.loc[facts.rows.case == case]
             kinds = facts.kinds[case]
             able = [
                 name
@@ -122,7 +88,7 @@ def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
 
 def _weaker(facts: Facts) -> list[str]:
     lines = []
-    for case in facts.defenses:
+    for case in facts.defended:
         scored = facts.attacks(case)
         knowing = {name: mean for name, mean in scored.items() if facts.knows(name, case)}
         others = {name: mean for name, mean in scored.items() if name not in knowing}
@@ -135,27 +101,25 @@ def _weaker(facts: Facts) -> list[str]:
 
 def _worse_with_more(facts: Facts) -> list[str]:
     """Compare an attack with itself where nothing but its budget differs, on the images that both have."""
-    own = facts.records.loc[(facts.records.geometry == facts.geometry) & facts.records.attack_params.notna()]
-    kinds = own.loc[:, [*COMPARED_COLUMNS, "attack_params", "case"]].drop_duplicates(
-        [*COMPARED_COLUMNS, "attack_params"]
-    )
+    if not facts.sign:
+        return []
+    own = facts.rows.loc[(facts.rows.geometry == facts.geometry) & facts.rows.attack_params.notna()]
+    kinds = own.drop_duplicates([*COMPARED_COLUMNS, "attack_params"])
     lines = []
     for _, same in kinds.groupby(COMPARED_COLUMNS, dropna=False, sort=False):
-        if len(same) < 2 or not facts.sign:
-            continue
-        runs = [(_split(row.attack_params), row) for row in same.itertuples()]
-        for (rest, less), low in runs:
-            for (other, more), high in runs:
-                if rest == other and less.keys() == more.keys() and less != more and _at_least(more, less):
-                    before, after = _paired_means(facts, own, low, high)
-                    if facts.rank(after - before) < 0:  # two means may round apart that are not
-                        weak, strong = (
-                            facts.with_mean(_budget_text(more, less), after),
-                            facts.with_mean(_budget_text(less, more), before),
-                        )
-                        lines.append(
-                            f"{facts.names[high.case]}: {low.attack} with {weak} leaks less than with {strong}"
-                        )
+        runs = [(*_split(row.attack_params), row) for row in same.itertuples()]
+        for (rest, less, low), (other, more, high) in itertools.permutations(runs, 2):
+            larger = less.keys() == more.keys() and all(more[name] >= less[name] for name in less)
+            if rest != other or less == more or not larger:
+                continue
+            before, after = _paired_means(facts, own, low, high)
+            if facts.rank(after - before) < 0:  # two means may round apart that are not
+                changed = [name for name in less if less[name] != more[name]]
+                weak, strong = (
+                    facts.with_mean(", ".join(f"{name}={budget[name]:g}" for name in changed), mean)
+                    for budget, mean in ((more, after), (less, before))
+                )
+                lines.append(f"{facts.names[high.case]}: {low.attack} with {weak} leaks less than with {strong}")
     return lines
 
 
@@ -164,7 +128,7 @@ def _paired_means(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, f
     found = []
     for run in runs:
         rows = own.loc[(own.case == run.case) & (own.attack == run.attack) & (own.attack_params == run.attack_params)]
-        images = measured_images(rows, [facts.metric], facts.geometry)
+        images = Scored(rows, [facts.metric], facts.geometry).measured
         found.append(images[images.attack == run.attack].groupby("image")[facts.metric].mean().dropna())
     common = found[0].index.intersection(found[1].index)
     return float(found[0][common].mean()), float(found[1][common].mean())
@@ -182,18 +146,10 @@ def _split(params: str) -> tuple[dict[str, object], dict[str, float]]:
     return {name: value for name, value in flat.items() if name not in budget}, budget
 
 
-def _at_least(more: Mapping[str, float], less: Mapping[str, float]) -> bool:
-    return all(more[name] >= less[name] for name in less)
-
-
-def _budget_text(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
-    return ", ".join(f"{name}={value:g}" for name, value in budget.items() if other[name] != value)
-
-
 def _one_draw(facts: Facts) -> list[str]:
-    own = facts.records.loc[facts.own, ["case", "seed", "draw"]]
+    own = facts.rows.loc[facts.own, ["case", "seed", "draw"]]
     draws = own.dropna().drop_duplicates().groupby("case").size()
-    drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defenses.items()}
+    drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defended.items()}
     return facts.group({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
 
 
@@ -226,13 +182,13 @@ def _structure_alone(facts: Facts) -> list[str]:
 
 
 def _nothing_released(facts: Facts) -> list[str]:
-    rows = facts.records[facts.records.reason == NOTHING_RELEASED]
+    rows = facts.rows[facts.rows.reason == NOTHING_RELEASED]
     counts = rows.groupby("case").image.nunique().to_dict()
     return facts.group({case: some(count, "image") for case, count in counts.items()})
 
 
 def _failures(facts: Facts) -> list[str]:
-    failed = facts.records.loc[(facts.records.status != "ok") & (facts.records.reason != NOTHING_RELEASED)]
+    failed = facts.rows.loc[(facts.rows.status != "ok") & (facts.rows.reason != NOTHING_RELEASED)]
     lines = []
     for case in sorted(failed.case.unique().tolist()):
         rows = failed.loc[failed.case == case]
@@ -244,7 +200,7 @@ def _failures(facts: Facts) -> list[str]:
 
 
 def _random_weights(facts: Facts) -> list[str]:
-    rows = facts.records.loc[facts.records.weights == "random", ["case", "victim"]].drop_duplicates("case")
+    rows = facts.rows.loc[facts.rows.weights == "random", ["case", "victim"]].drop_duplicates("case")
     return facts.group({case: str(victim) for case, victim in rows.itertuples(index=False)})
 
 
@@ -256,7 +212,7 @@ def _few_images(facts: Facts) -> list[str]:
 
 
 def _predicted_labels(facts: Facts) -> list[str]:
-    rows = facts.records.loc[facts.records.release != "features"]  # features do not depend on labels
+    rows = facts.rows.loc[facts.rows.release != "features"]  # features do not depend on labels
     named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
     told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
     counts = told.groupby("case").named.nunique().to_dict()
@@ -265,7 +221,7 @@ def _predicted_labels(facts: Facts) -> list[str]:
 
 def _untrained_unknown(facts: Facts) -> list[str]:
     """Name the origin of E_unk where a defense feeds it and no training has shaped it."""
-    stated = facts.records.loc[facts.records.victim_params.notna(), ["case", "victim_params", "defense_params"]]
+    stated = facts.rows.loc[facts.rows.victim_params.notna(), ["case", "victim_params", "defense_params"]]
     found: dict[int, str] = {}
     for case, victim, defense in stated.drop_duplicates().itertuples(index=False):
         origin = json.loads(victim).get("unk_embed")
@@ -275,21 +231,21 @@ def _untrained_unknown(facts: Facts) -> list[str]:
 
 
 def _no_attack(facts: Facts) -> list[str]:
-    tried = {*facts.records.case[facts.own]}
+    tried = {*facts.rows.case[facts.own]}
     without = [case for case in range(len(facts.names)) if case not in tried]
-    return [facts.where(without)] if without and not facts.records.empty else []
+    return [facts.where(without)] if without and not facts.rows.empty else []
 
 
 def _low_effort(facts: Facts) -> list[str]:
     """Name the cases for which nothing but the quick effort was made; the rows of one may be of several efforts."""
-    quick = facts.records.loc[facts.own].groupby("case").effort.agg(lambda efforts: (efforts == "quick").all())
+    quick = facts.rows.loc[facts.own].groupby("case").effort.agg(lambda efforts: (efforts == "quick").all())
     return facts.group(dict.fromkeys(quick.index[quick.astype(bool)].tolist(), "effort quick"))
 
 
 def _beyond_range(facts: Facts) -> list[str]:
     """Return the attacks of each case in which every attack is beyond its stated range, with the reasons."""
     found: dict[int, str] = {}
-    own = facts.records.loc[facts.own & (facts.records.status == "ok")]
+    own = facts.rows.loc[facts.own & (facts.rows.status == "ok")]
     for case, rows in own.groupby("case", sort=True):
         if rows.beyond_range.notna().all():
             reasons = rows.drop_duplicates("attack")[["attack", "beyond_range"]]
@@ -314,4 +270,4 @@ RULES: Mapping[str, Callable[[Facts], list[str]]] = {
     "Predicted labels": _predicted_labels,
     "Few images": _few_images,
 }
-"""The rule behind each flag; `privlab.inventory.facts` states them in words."""
+"""The rule behind each flag; `privlab.report.flag_meanings` states them in words."""

@@ -12,8 +12,6 @@ from privlab.defenses import DEFENSES, defenses
 from privlab.release import kinds_of
 from privlab.threat import Capability, attack_declarations
 
-__all__ = ["AGGREGATION", "declared_defenses", "kinds_in", "knows", "undefended_attack", "undone"]
-
 AGGREGATION = "secure-aggregation"
 """The name of secure aggregation where it is judged as a defense: a setting of the clients (`Client.clients`), and no
 class."""

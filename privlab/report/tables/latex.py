@@ -2,13 +2,8 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
 
-from privlab.grids import Layout
-from privlab.report.tables.leakage import Row
-from privlab.report.tables.sheet import Caption, Sheet, heading, images, row_name
-
-__all__ = ["latex_table", "to_tex"]
+from privlab.report.tables.table import Table, heading
 
 _DOCUMENT = r"""\documentclass{article}
 \usepackage{booktabs,graphicx}
@@ -35,45 +30,39 @@ _ACCENTS = dict(
 )
 
 
-def latex_table(rows: Sequence[Row], layout: Layout, caption: Caption, *, standalone: bool) -> str:
+def latex_table(table: Table, *, standalone: bool) -> str:
     r"""Return a tabular for \input, which needs booktabs, and its notes; or a whole document of one page that fits it.
 
     Each case has a line, and its rows follow below; means and intervals have columns of their own, so that they align.
-
-    Args:
-        rows: all rows of `leakage`, or those of its `headline`.
-        layout: the columns, with their decimals, and the level of the intervals.
-        caption: the source of published figures, remarks and verdicts; its title is shown by a whole document alone.
-        standalone: whether to return a whole document.
+    Only a document, which is returned if `standalone`, shows the title.
     """
-    sheet = Sheet(rows, layout, caption)
-    heads = "".join(rf" & \multicolumn{{2}}{{c}}{{{to_tex(heading(name))}}}" for name in layout.columns)
-    across = rf"\multicolumn{{{2 + 2 * len(layout.columns)}}}{{@{{}}l@{{}}}}"
-    pairs = r"r@{\,}l" * len(layout.columns)
-    lines = [rf"\begin{{tabular}}{{@{{}}lr{pairs}@{{}}}}"]
-    lines += [r"\toprule", rf" & images{heads} \\"]
+    columns = table.layout.columns
+    heads = "".join(rf" & \multicolumn{{2}}{{c}}{{{to_tex(heading(name))}}}" for name in columns)
+    across = rf"\multicolumn{{{2 + 2 * len(columns)}}}{{@{{}}l@{{}}}}"
+    pairs = r"r@{\,}l" * len(columns)
+    lines = [rf"\begin{{tabular}}{{@{{}}lr{pairs}@{{}}}}", r"\toprule", rf" & images{heads} \\"]
     above = "head"
-    for kind, row in sheet.lines():
+    for kind, row in table.lines():
         if above == "head" or kind == "group":
             lines.append(r"\midrule")
         elif kind == "case" and above == "row":
             lines.append(r"\addlinespace")
         if kind == "row":
-            name = to_tex(row_name(row, layout)) + _tex_mark(sheet.mark(row))
-            cells = [rf"\quad {name}", to_tex(images(row)), *(_tex_cell(*cell) for cell in sheet.cells(row))]
+            name = to_tex(table.name(row)) + _tex_mark(table.mark(row))
+            cells = [rf"\quad {name}", to_tex(table.images(row)), *(_tex_cell(*cell) for cell in table.cells(row))]
             lines.append(" & ".join(cells) + r" \\")
         else:
             text = rf"\textit{{{_tex_text(row.group or '')}}}" if kind == "group" else _tex_text(row.label)
             lines.append(rf"{across}{{{text}}} \\")
         above = kind
     tabular = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
-    notes = "".join(rf"\noindent{_tex_mark(mark)} {_tex_text(text)}\par" + "\n" for mark, text in sheet.notes())
+    notes = "".join(rf"\noindent{_tex_mark(mark)} {_tex_text(text)}\par" + "\n" for mark, text in table.notes())
     notes = "\\par\\smallskip{\\footnotesize\\raggedright\n" + notes + "}\n" if notes else ""
     if not standalone:
         return f"{tabular}\n{notes}"
-    height = 50 + 4 * (len(lines) + sum(1 + len(text) // 90 for _, text in sheet.notes()))
-    parts = {"height": max(297, height), "title": to_tex(caption.title) or "~", "tabular": tabular, "notes": notes}
-    return _DOCUMENT % parts
+    height = 50 + 4 * (len(lines) + sum(1 + len(text) // 90 for _, text in table.notes()))
+    title = to_tex(table.caption.title) or "~"
+    return _DOCUMENT % {"height": max(297, height), "title": title, "tabular": tabular, "notes": notes}
 
 
 def to_tex(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -10,23 +10,18 @@ import pandas as pd
 from privlab.base import first
 from privlab.evaluation import CONTROL, CONTROLS
 from privlab.grids import KNOWN
-from privlab.report.bootstrap import bootstrap
+from privlab.report.intervals import mean_interval
 from privlab.report.tables.per_image import (
     CELL,
     SINGLE,
     WORST,
-    Scored,
     Segments,
-    Single,
     attack_label,
     groups,
-    per_image,
-    worst_case,
 )
-from privlab.report.tables.results import Results
 
-__all__ = ["SINGLE", "WORST", "Measured", "Row", "Score"]
-__all__ += ["conditions_that_differ", "headline", "leakage", "measure", "per_image", "worst_case"]
+if TYPE_CHECKING:
+    from privlab.report.tables.results import Results
 
 Kind = Literal["published", "paper", "worst", "single", "attack", "control"]
 
@@ -41,6 +36,10 @@ class Score:
     images: int = 0
 
 
+NO_SCORE = Score(float("nan"))
+"""What was not measured."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a leakage table.
@@ -49,7 +48,7 @@ class Row:
     worst case, under any attack. For the worst case, `leakiest` says by metric on how many images each attack reached
     it, and all attacks that tie count; for the best single attack it names that attack. An attack there is written
     "april (reassembled)" if it is not scored as it is. `exact` counts the images with every grey level right; it is
-    None where PSNR was not measured. `refused` says why attacks cannot run here; `external` is the reference of what
+    None where that was not measured. `refused` says why attacks cannot run here; `external` is the reference of what
     was measured elsewhere.
     """
 
@@ -67,34 +66,33 @@ class Row:
     exact: int | None = None
 
 
-Measured = tuple[Mapping[str, Score], int, int]
-"""What was measured for an attack on a case: scores by metric, number of images scored, number of images failed."""
+@dataclass(frozen=True)
+class Measured:
+    """What was measured for an attack on a case: scores by metric, and numbers of images, as in `Row`."""
 
-_Cell = tuple[Measured, int | None]
-"""What was measured, and the number of exact images; None where PSNR was not measured."""
+    scores: Mapping[str, Score]
+    images: int = 0
+    failed: int = 0
+    exact: int | None = None
 
 
-def leakage(results: Results) -> list[Row]:
+def leakage(results: "Results") -> list[Row]:
     """Return the rows of all cases, in their order.
 
     A case has its published figures (if there are any), the paper's attack (if the layout names one), the worst case,
     the best single attack by the lead metric, every attack that ran or was refused, and the controls. Scores are
     averaged over the draws of an image, then over the images; the worst case takes each image's leakiest score over
-    attacks, draws and the geometries that an adversary can make, by each metric's own direction. The interval is that
-    of `bootstrap`: the same records, in any order, give the same rows.
+    attacks, draws and the geometries that an adversary can make, by each metric's own direction. The interval is
+    Student's (`mean_interval`): the same records, in any order, give the same rows.
     """
-    layout = results.layout
-    scored = Scored.of(results.records, layout.columns, layout.geometry)
-    images = scored.images
+    layout, scored = results.layout, results.scored
     counts = scored.reached.groupby(["case", "metric", "attack", "geometry"], sort=True).size().reset_index()
     leakiest: dict[int, dict[str, dict[str, int]]] = {}
     for case, metric, attack, geometry, count in counts.to_numpy().tolist():
         leakiest.setdefault(case, {}).setdefault(metric, {})[attack_label(attack, geometry)] = count
-    exact = images.loc[images.image != ""].groupby(CELL).exact.sum(min_count=1).dropna().to_dict()
-    cells: dict[int, dict[tuple[str, str], _Cell]] = {}
-    for (case, attack, external), cell in measure(images, layout.columns, layout.interval):
-        count = exact.get((case, attack, external))
-        cells.setdefault(case, {})[attack, external] = (cell, None if count is None else int(count))
+    cells: dict[int, dict[tuple[str, str], Measured]] = {}
+    for (case, attack, external), cell in measure(scored.images, layout.columns, layout.interval):
+        cells.setdefault(case, {})[attack, external] = cell
     return [
         row
         for case in range(len(results.cases))
@@ -107,7 +105,7 @@ def headline(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.kind in ("published", "paper", "worst", "single")]
 
 
-def conditions_that_differ(results: Results) -> list[str]:
+def conditions_that_differ(results: "Results") -> list[str]:
     """Return a line for each of the paper's conditions that is not met here, as "weights: paper: … / here: …".
 
     The paper's conditions are free text, so a line is left out only if what was run is certain to be the same.
@@ -129,7 +127,7 @@ def conditions_that_differ(results: Results) -> list[str]:
     return [*lines, *_other_lpips(results)]
 
 
-def _other_lpips(results: Results) -> list[str]:
+def _other_lpips(results: "Results") -> list[str]:
     """Return a line where the paper printed LPIPS by AlexNet, and the table has it by another network alone."""
     printed = [
         f"{case.label} {case.published['lpips_alex']:g}" for case in results.cases if "lpips_alex" in case.published
@@ -147,7 +145,7 @@ _COLUMN_OF = {"labels": "label_origin", "model": "victim", "models": "victim", "
 _TRUE_LABELS = {"folder", "file", "dataset"}
 
 
-def _here(results: Results, name: str, paper: str) -> tuple[str, bool]:
+def _here(results: "Results", name: str, paper: str) -> tuple[str, bool]:
     """Return the condition as it was here, and whether it is certain to be the paper's."""
     records, said = results.records, paper.casefold().replace("_", "-")
     own = records if "external" not in records else records.loc[records.external.isna()]
@@ -177,14 +175,16 @@ def _here(results: Results, name: str, paper: str) -> tuple[str, bool]:
 
 
 def measure(
-    images: pd.DataFrame, metrics: Sequence[str], level: float
+    images: pd.DataFrame, metrics: Sequence[str], level: float, *, differences: bool = False
 ) -> Iterator[tuple[tuple[int, str, str], Measured]]:
-    """Yield (case, attack, external) and what was measured there: scores by metric, images scored, and images failed.
+    """Yield (case, attack, external) and what was measured there.
 
     Args:
-        images: a table like that of `per_image`, one row per case, attack and image.
+        images: a table like `Scored.images`, one row per case, attack and image; it need not have the column `exact`.
         metrics: the columns of the table whose means are taken.
-        level: confidence level of their bootstrap intervals, in (0, 1).
+        level: confidence level of their intervals, in (0, 1).
+        differences: whether the columns hold differences, which may leave the range of their metric. Intervals of
+            scores are cut to that range.
     """
     group, keys = groups(images, CELL)
     known = (images.image != "").to_numpy(bool)
@@ -192,61 +192,57 @@ def measure(
         np.bincount(group, images[name].to_numpy(bool) & known, minlength=len(keys)).astype(int).tolist()
         for name in ("scored", "failed")
     )
+    exact = images.loc[known].groupby(CELL).exact.sum(min_count=1).dropna().to_dict() if "exact" in images else {}
     scores: dict[str, dict[int, Score]] = {}
     for name in metrics:
         of = Segments.of(images[name].to_numpy(), group, ascending=False)
-        columns = (of.group, of.means(), *bootstrap(of.values, of.starts, level), of.sizes)
+        least, most = (-np.inf, np.inf) if differences else KNOWN[name].range
+        ends = (end.clip(least, most) for end in mean_interval(of, level))
+        columns = (of.group, of.means(), *ends, of.sizes)
         cells = zip(*(column.tolist() for column in columns), strict=True)
         scores[name] = {cell: Score(mean, low, high, n) for cell, mean, low, high, n in cells}
     for i, key in enumerate(zip(keys.case.tolist(), keys.attack.tolist(), keys.external.tolist(), strict=True)):
-        of_cell = {name: scores[name].get(i, Score(float("nan"))) for name in metrics}
-        yield key, (of_cell, count[i], failed[i])
+        of_cell = {name: scores[name].get(i, NO_SCORE) for name in metrics}
+        yield key, Measured(of_cell, count[i], failed[i], int(exact[key]) if key in exact else None)
 
 
 def _rows(
-    results: Results,
+    results: "Results",
     case: int,
-    cells: Mapping[tuple[str, str], _Cell],
+    cells: Mapping[tuple[str, str], Measured],
     leakiest: Mapping[str, Mapping[str, int]],
-    single: Single | None,
+    single: tuple[str, str] | None,
 ) -> Iterator[Row]:
     facts, layout = results.cases[case], results.layout
-    nothing: _Cell = (({name: Score(float("nan")) for name in layout.columns}, 0, 0), None)
+    nothing = Measured(dict.fromkeys(layout.columns, NO_SCORE))
 
-    def row(
-        kind: Kind,
-        attack: str | None,
-        cell: _Cell,
-        external: str = "",
-        refused: Mapping[str, str] = {},
-        leakiest: Mapping[str, Mapping[str, int]] = {},
-    ) -> Row:
-        (scores, count, failed), exact = cell
-        of = (case, facts.label, facts.group, kind, attack, scores, count, failed)
-        return Row(*of, leakiest, refused, external or None, exact)
+    def row(kind: Kind, attack: str | None, cell: Measured, external: str = "", **more: Any) -> Row:  # noqa: ANN401
+        numbers = {"images": cell.images, "failed": cell.failed, "exact": cell.exact}
+        of = (case, facts.label, facts.group, kind, attack, cell.scores)
+        return Row(*of, **numbers, external=external or None, **more)
 
     if facts.published:
         printed = {name: _published_score(name, facts.published) for name in (*layout.columns, *facts.published)}
-        yield row("published", None, ((printed, 0, 0), None))
+        yield row("published", None, Measured(printed))
     attacks = [key for key in cells if key[0] not in (WORST, SINGLE) and not key[0].startswith(CONTROL)]
     attacks.sort(key=lambda key: (key[0] != layout.paper_attack, key))
     if (paper := layout.paper_attack) is not None:
         key = next((key for key in attacks if key[0] == paper), (paper, ""))
         refused = {paper: facts.refused[paper]} if paper in facts.refused and key not in cells else {}
-        yield row("paper", paper, cells.get(key, nothing), key[1], refused)
-    taken = (key[1] for key in attacks if key[1] and cells[key][0][1])  # figures of no image are in no worst case
+        yield row("paper", paper, cells.get(key, nothing), key[1], refused=refused)
+    taken = (key[1] for key in attacks if key[1] and cells[key].images)  # figures of no image are in no worst case
     elsewhere = "; ".join(dict.fromkeys(taken))
     worst = cells.get((WORST, ""), nothing)
-    yield row("worst", WORST, worst, elsewhere, facts.refused, leakiest)
+    yield row("worst", WORST, worst, elsewhere, refused=facts.refused, leakiest=leakiest)
     if single is not None:
         cell = cells[SINGLE, ""]
-        by = {name: {single.name: score.images} for name, score in cell[0][0].items() if score.images}
-        yield row("single", SINGLE, cell, single.external, {}, by)
+        by = {name: {single[0]: score.images} for name, score in cell.scores.items() if score.images}
+        yield row("single", SINGLE, cell, single[1], leakiest=by)
     for key in attacks:
         yield row("attack", key[0], cells[key], key[1])
     for attack, reason in sorted(facts.refused.items()):
         if attack not in {name for name, _ in attacks}:
-            yield row("attack", attack, nothing, "", {attack: reason})
+            yield row("attack", attack, nothing, refused={attack: reason})
     controls = [key for key in cells if key[0].startswith(CONTROL)]
     for key in sorted(controls, key=lambda key: (CONTROLS.index(key[0]) if key[0] in CONTROLS else len(CONTROLS), key)):
         yield row("control", key[0], cells[key], key[1])

@@ -1,19 +1,18 @@
 """What an attack leaks, compared with the leakiest control of the same images, with the interval of the difference."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation import CONTROL
+from privlab.evaluation import CONTROL, EXACT_DB
 from privlab.grids import KNOWN
-from privlab.metrics import MIRRORED, STRUCTURE
-from privlab.report.bootstrap import bootstrap
+from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
+from privlab.report.intervals import FEWEST_IMAGES, gain_interval
 from privlab.report.tables.leakage import Score
-from privlab.report.tables.sheet import figure_text, some, unit_of
-
-__all__ = ["Measure", "measure", "structure"]
+from privlab.report.tables.per_image import Floats, sign_of
+from privlab.report.tables.table import figure_text, some, unit_of
 
 _MIRRORED = "the mirrored image"
 """A control that the attack itself gives: its reconstruction, compared with the mirrored image."""
@@ -23,14 +22,14 @@ _MIRRORED = "the mirrored image"
 class Measure:
     """What an attack leaks by one metric, beside the leakiest control of the same images.
 
-    `ahead` counts the images on which the attack leaks more than the control, `exact` those that it reconstructs up to
-    rounding. `gain` is the mean of the difference, positive where the attack leaks more, with the interval by which the
-    verdict goes.
+    `mean` is that of the attack over `gain.images` images, and `control_mean` that of the control. `ahead` counts the
+    images on which the attack leaks more than the control, `exact` those of `exact_images`. `gain` is the mean of the
+    difference, positive where the attack leaks more, with the interval by which the verdict is reached.
     """
 
     attack: str
     metric: str
-    score: Score
+    mean: float
     control: str
     control_mean: float
     ahead: int
@@ -38,73 +37,127 @@ class Measure:
     gain: Score
 
     @property
+    def enough(self) -> bool:
+        """Return whether there are enough images for a verdict by the gain."""
+        return self.gain.images >= FEWEST_IMAGES
+
+    @property
+    def beyond(self) -> bool:
+        """Return whether more leaks than from the control, beyond the interval, on enough images."""
+        return self.enough and self.gain.low > 0
+
+    @property
     def leaks(self) -> bool:
-        """Return whether more leaks than from the control, beyond the interval, or an image is given back exactly."""
-        return self.gain.low > 0 or self.exact > 0
+        """Return whether more leaks beyond the interval, or an image is reconstructed exactly."""
+        return self.beyond or self.exact > 0
 
     def __str__(self) -> str:
-        """Return the figures in words."""
-        unit = unit_of(self.metric)
-        n, score = KNOWN[self.metric].decimals, self.score
-        interval = f" [{figure_text(score.low, n)}, {figure_text(score.high, n)}]" if score.low == score.low else ""
+        """Return the figures in words; the interval is left out where no verdict is reached by it."""
+        n, gain = KNOWN[self.metric].decimals, self.gain
+        interval = f" [{figure_text(gain.low, n)}, {figure_text(gain.high, n)}]" if self.enough else ""
         exactly = f", {self.exact} exactly" if self.exact else ""
         return (
-            f"{self.ahead} of {some(score.images, 'image')}{exactly}; {figure_text(score.mean, n)}{interval} {unit} "
-            f"against {figure_text(self.control_mean, n)} of {self.control}"
+            f"{self.ahead} of {some(gain.images, 'image')}{exactly}; {figure_text(self.mean, n)} "
+            f"{unit_of(self.metric)} against {figure_text(self.control_mean, n)} of {self.control}, a gain of "
+            f"{figure_text(gain.mean, n)}{interval}"
         )
 
 
-def measure(images: pd.DataFrame, attack: str, metric: str, level: float, shown_level: float) -> Measure | None:
-    """Return what an attack leaks beside the leakiest control of the same images; None where that cannot be said.
+def exact_images(images: pd.DataFrame) -> dict[str, set[str]]:
+    """Return the images that each attack reconstructs exactly, without those that a control equals too.
 
-    The gain of an image is its score less that of the control, with the sign turned where lower values leak. A metric
-    of `STRUCTURE` has the attack's score against the mirrored image as one more control, and is None without it: of two
-    images that have nothing in common with the reference, the smoother one scores higher.
+    A control equals a private image that has one colour: that an attack returns it shows nothing. Attacks without an
+    exact image are left out.
 
     Args:
-        images: rows of `per_image` of one case, attacks and controls.
-        attack: the name of the attack. None is returned if it has no score, or if no control has all of its images.
-        metric: a column of `images`, one of leakage.
-        level: confidence level of the interval of the gain, in (0, 1), by which the verdict goes.
-        shown_level: confidence level of the interval of the attack's own score, which is only shown.
+        images: rows of `Scored.measured` of one case, attacks and controls.
     """
-    sign = 1 if KNOWN[metric].direction == "higher leaks" else -1
+    exact = images.loc[images.exact == 1]
+    by_name: dict[str, set[str]] = {}
+    for name, image in zip(exact.attack, exact.image, strict=True):
+        by_name.setdefault(str(name), set()).add(image)
+    given = {image for name, own in by_name.items() if name.startswith(CONTROL) for image in own}
+    return {name: own - given for name, own in by_name.items() if not name.startswith(CONTROL)}
+
+
+def measure(images: pd.DataFrame, attacks: Sequence[str], metric: str, level: float) -> list[Measure | None]:
+    """Return what each attack leaks beside the leakiest control of the same images; None where that cannot be said.
+
+    The gain of an image is its score less that of the control, with the sign turned where lower values leak. Decibels
+    above 100 count as 100, also infinite ones, as they measure rounding. A metric of `STRUCTURE` has the attack's score
+    against the mirrored image as one more control, and is None without it: of two images that have nothing in common
+    with the reference, the smoother one scores higher.
+
+    Args:
+        images: rows of `Scored.measured` of one case, attacks and controls.
+        attacks: the names of the attacks. An attack without a score, or of whose images no control has all, is None.
+        metric: a column of `images`, one of leakage.
+        level: confidence level of the interval of each gain (`gain_interval`), in (0, 1), by which the verdict is
+            reached.
+    """
     known = images.loc[images[metric].notna()]
-    wide = known.groupby(["image", "attack"])[metric].agg(_leakiest_of(sign)).unstack()
-    if attack not in wide:
+    scores = _by_attack(known, metric, metric)
+    exact = exact_images(known)
+    mirrored = _mirrored(known, metric)
+    return [_measure(attack, metric, level, scores, mirrored, len(exact.get(attack, ()))) for attack in attacks]
+
+
+def _by_attack(known: pd.DataFrame, column: str, metric: str) -> dict[str, Floats]:
+    """Return a column by attack: for each image the leakiest of its values, in the order of the images' names."""
+    wide = known.groupby(["image", "attack"])[column].agg(_leakiest_of(sign_of(metric))).unstack()
+    return {str(name): np.asarray(wide[name], np.float64) for name in wide}
+
+
+def _mirrored(known: pd.DataFrame, metric: str) -> dict[str, Floats]:
+    """Return the scores against the mirrored image of those attacks that have them for each of their images."""
+    column = MIRRORED.get(metric, "")
+    if column not in known:
+        return {}
+    without = set(known.attack[known[column].isna()])
+    return {name: scores for name, scores in _by_attack(known, column, metric).items() if name not in without}
+
+
+def _measure(
+    attack: str,
+    metric: str,
+    level: float,
+    scores: Mapping[str, Floats],
+    mirrored: Mapping[str, Floats],
+    exact: int,
+) -> Measure | None:
+    """Return `measure` of an attack from the scores by attack and control, and those against the mirrored image."""
+    if attack not in scores or (metric in MIRRORED and attack not in mirrored):
         return None
+    sign = sign_of(metric)
+    there = ~np.isnan(scores[attack])
+    values = scores[attack][there]
+    bars = {name: of[there] for name, of in scores.items() if name.startswith(CONTROL)}
     if metric in MIRRORED:
-        own = known.loc[known.attack == attack]
-        if MIRRORED[metric] not in own or own[MIRRORED[metric]].isna().any():
-            return None
-        wide[_MIRRORED] = own.groupby("image")[MIRRORED[metric]].agg(_leakiest_of(sign))
-    controls = [name for name in wide if str(name).startswith(CONTROL) or name == _MIRRORED]
-    wide = wide.loc[wide[attack].notna(), [attack, *controls]].dropna(axis=1, how="all")
-    controls = [name for name in controls if name in wide and wide[name].notna().all()]
-    if not controls or controls == [_MIRRORED]:
+        bars[_MIRRORED] = mirrored[attack][there]
+    bars = {name: bar for name, bar in bars.items() if not np.isnan(bar).any()}
+    if not bars or [*bars] == [_MIRRORED]:
         return None
-    control = max(controls, key=lambda name: sign * wide[name].mean())
-    values = wide[attack].to_numpy(np.float64)
-    gain = sign * (values - wide[control].to_numpy(np.float64))
+    if metric in DECIBELS:
+        values = np.minimum(values, EXACT_DB)
+        bars = {name: np.minimum(bar, EXACT_DB) for name, bar in bars.items()}
+    control = max(bars, key=lambda name: sign * bars[name].mean())
+    bar = bars[control]
+    gain = sign * np.subtract(values, bar, where=values != bar, out=np.zeros_like(values))  # ∞ − ∞ is no gain
+    low, high = gain_interval(gain, level)
     return Measure(
         attack,
         metric,
-        _score(values, shown_level),
-        str(control),
-        float(wide[control].mean()),
+        float(values.mean()),
+        control,
+        float(bar.mean()),
         ahead=int((gain > 0).sum()),
-        exact=int(known.exact[known.attack == attack].sum()) if metric == "psnr" else 0,
-        gain=_score(gain, level),
+        exact=exact,
+        gain=Score(float(gain.mean()), float(low), float(high), len(gain)),
     )
 
 
 def _leakiest_of(sign: int) -> str:
     return "max" if sign > 0 else "min"
-
-
-def _score(values: "np.ndarray[tuple[int], np.dtype[np.float64]]", level: float) -> Score:
-    low, high = bootstrap(values, np.zeros(1, dtype=np.intp), level)
-    return Score(float(values.mean()), float(low[0]), float(high[0]), len(values))
 
 
 def structure(images: pd.DataFrame, attacks: Sequence[str], level: float = 0.95) -> dict[str, Measure]:
@@ -113,16 +166,16 @@ def structure(images: pd.DataFrame, attacks: Sequence[str], level: float = 0.95)
     An attack leaks structure where the whole interval of its gain over the leakiest control is above 0.
 
     Args:
-        images: rows of `per_image` of one case, with those metrics of `STRUCTURE` that were measured.
+        images: rows of `Scored.measured` of one case, with those metrics of `STRUCTURE` that were measured.
         attacks: the names of the attacks that are tried.
         level: confidence level of all intervals together, in (0, 1); of m metrics and attacks tried, each interval has
             the level 1 − (1 − level) / m (Bonferroni).
     """
     names = [name for name in STRUCTURE if name in images and images[name].notna().any()]
     each = 1 - (1 - level) / max(len(names) * len(attacks), 1)
-    tried = [(attack, measure(images, attack, name, each, level)) for name in names for attack in attacks]
     found: dict[str, Measure] = {}
-    for attack, one in tried:
-        if one is not None and one.gain.low > 0:
-            found.setdefault(attack, one)
+    for name in names:
+        for attack, one in zip(attacks, measure(images, attacks, name, each), strict=True):
+            if one is not None and one.beyond:
+                found.setdefault(attack, one)
     return found

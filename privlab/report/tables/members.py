@@ -4,15 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from privlab.grids import KNOWN
-from privlab.report.page import case_names
-from privlab.report.tables.per_image import WORST, lead_metric, per_image
-from privlab.report.tables.results import Results
-from privlab.report.tables.sheet import figure_text
-
-__all__ = ["Apart", "apart", "apart_lines", "apart_of"]
+from privlab.report.tables.per_image import WORST
+from privlab.report.tables.results import Results, case_names
+from privlab.report.tables.table import figure_text, some
 
 _WORDS = {"seen": "seen in training", "not seen": "not seen", "unknown": "unknown"}
 
@@ -30,25 +25,18 @@ class Apart:
     std: float
 
 
-def apart(
-    records: pd.DataFrame, names: Sequence[str], paper: str | None, metric: str, geometry: str = "in_place"
-) -> list[Apart]:
+def apart(results: Results) -> list[Apart]:
     """Return mean and spread of the paper's attack and of the worst case, on members, on others, and on unknown images.
 
-    Nothing is returned where no membership is known.
-
-    Args:
-        records: a row per image, attack and geometry; `case` has the number of its case, `member` the membership.
-        names: the names of the cases, by their numbers.
-        paper: the name of the paper's attack; without one there is the worst case alone.
-        metric: the one that means are taken of.
-        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are scored.
+    Nothing is returned where no membership is known. Means are those of the lead metric.
     """
+    records, names, layout = results.records, case_names(results), results.layout
     if "member" not in records or records.member.isna().all():
         return []
+    paper, metric = layout.paper_attack, results.lead
     known = records.loc[records.image_sha256.fillna("").ne("") & records.member.notna()]
     member = known.drop_duplicates(["case", "image_sha256"]).set_index(["case", "image_sha256"]).member.to_dict()
-    images = per_image(records, [metric], geometry)
+    images = results.laid_out(columns=(metric,)).scored.images
     images = images[images.scored & images.attack.isin([paper, WORST]) & images.external.eq("") & images.image.ne("")]
     told = [member.get(pair, "unknown") for pair in zip(images.case, images.image, strict=True)]
     groups = dict(list(images.assign(member=told).groupby(["case", "member", "attack"])[metric]))
@@ -59,13 +47,6 @@ def apart(
         for attack in dict.fromkeys([paper or WORST, WORST])
         if (of := groups.get((case, word, attack))) is not None
     ]
-
-
-def apart_of(results: Results) -> list[Apart]:
-    """Return `apart` of results, by their lead metric."""
-    layout = results.layout
-    lead = lead_metric(layout.columns)
-    return apart(results.records, case_names(results), layout.paper_attack, lead, layout.geometry)
 
 
 def apart_lines(rows: Sequence[Apart]) -> list[str]:
@@ -88,4 +69,4 @@ def apart_lines(rows: Sequence[Apart]) -> list[str]:
 def _row_text(row: Apart) -> str:
     decimals = KNOWN[row.metric].decimals
     spread = f" ± {figure_text(row.std, decimals)}" if math.isfinite(row.std) else ""
-    return f"{row.attack} {figure_text(row.mean, decimals)}{spread} ({row.images} image{'s' * (row.images != 1)})"
+    return f"{row.attack} {figure_text(row.mean, decimals)}{spread} ({some(row.images, 'image')})"

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -12,10 +13,6 @@ from numpy.typing import NDArray
 from privlab.evaluation import CONTROL, CONTROLS, GEOMETRIES, exact_db
 from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED
-
-__all__ = ["BOUND", "CELL", "SINGLE", "WORST", "Floats", "Scored", "Segments", "Single", "Whole"]
-__all__ += ["attack_label", "groups", "lead_metric", "leakiest_geometries", "measured_images", "per_image", "sign_of"]
-__all__ += ["worst_case"]
 
 WORST = "worst case"
 """The name of the bound that takes, for each image, the attack that leaks most."""
@@ -51,112 +48,163 @@ def attack_label(attack: str, geometry: str) -> str:
     return attack if geometry == GEOMETRIES[0] else f"{attack} ({geometry})"
 
 
-def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return a row per case, attack and image, one for its worst case (`WORST`), one under the best attack (`SINGLE`).
-
-    Columns: case, attack, external (its reference, or empty), image (its SHA-256, or else its name), control, scored,
-    failed, the metrics, averaged over the draws that were scored, and exact: 1 where every draw is exact (of a worst
-    case: any attack), 0 where not, NaN where PSNR was not measured. Beside metrics of `STRUCTURE` stand those against
-    the mirrored image (`MIRRORED`) where records have them. A worst case is `failed` where any attack failed.
-
-    Args:
-        records: a row per image, attack, geometry and draw; `case` has the number of its case.
-        metrics: the names of the metrics, each of which gets a column.
-        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored. Unless it is the
-            oracle, the worst case and the best attack are taken over all geometries that an adversary can make;
-            `worst_case` and `leakiest_geometries` say in which ones.
-    """
-    return Scored.of(records, metrics, geometry).images
-
-
-def measured_images(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return the rows of `per_image` that were measured: those of attacks and controls.
-
-    Args:
-        records: a row per image, attack, geometry and draw; `case` has the number of its case.
-        metrics: the names of the metrics, each of which gets a column.
-        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored.
-    """
-    return _means(_tidy(records, metrics, geometry), metrics, geometry)
-
-
-def worst_case(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return the leakiest score of each case, image and metric over all attacks and draws, and the attack behind it.
-
-    Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Controls,
-    failed rows and figures of no known image have no part in it.
-
-    Args:
-        records: a row per image, attack, geometry and draw; `case` has the number of its case.
-        metrics: the names of the metrics; those of utility are skipped.
-        geometry: "oracle" takes the scores of that geometry alone. The other two take those of all geometries that an
-            adversary can make, "in_place" and "reassembled".
-    """
-    return _leakiest_attacks(_pool(_tidy(records, metrics, geometry)), metrics)
-
-
-def leakiest_geometries(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return, for each attack that was scored on a case, the geometry in which it leaks most.
-
-    Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images.
-
-    Args:
-        records: a row per image, attack, geometry and draw; `case` has the number of its case.
-        metrics: the names of the metrics, of which the lead metric decides.
-        geometry: "oracle" takes that geometry alone. The other two take all that an adversary can make, "in_place" and
-            "reassembled".
-    """
-    return _leakiest(_by_geometry(_pool(_tidy(records, metrics, geometry)), metrics), lead_metric(metrics))
-
-
-@dataclass(frozen=True)
-class Single:
-    """The best single attack of a case: its name with its geometry, and its reference if it was measured elsewhere."""
-
-    name: str
-    external: str
-
-
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The tables of `per_image` and `worst_case`, and the best single attack of each case, from one reading.
+    """The scores of the images of records; each table is made once.
 
-    The best single attack has the leakiest mean over the images, by the lead metric, among the attacks that were scored
-    on at least half as many images as any other one.
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics, each of which gets a column; by the lead metric, attacks are compared.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored. The worst case and
+            the best single attack are taken over "oracle" alone, or else over all geometries that an adversary can
+            make, "in_place" and "reassembled".
     """
 
-    images: pd.DataFrame
-    reached: pd.DataFrame
-    single: Mapping[int, Single]
+    records: pd.DataFrame
+    metrics: Sequence[str]
+    geometry: str = "in_place"
 
-    @classmethod
-    def of(cls, records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> "Scored":
-        """Return the tables of records in one geometry; worst case and best attack are taken over more geometries.
+    @cached_property
+    def measured(self) -> pd.DataFrame:
+        """Return a row per case, attack or control, and image.
 
-        Args:
-            records: a row per image, attack, geometry and draw; `case` has the number of its case.
-            metrics: the names of the metrics; the lead metric decides which attack is the best single one.
-            geometry: "in_place", "oracle" or "reassembled", as in `per_image`.
+        Columns: case, attack, external (its reference, or empty), image (its SHA-256, or else its name), control,
+        scored, failed, the metrics, averaged over the draws that were scored, and exact: 1 where every draw is exact, 0
+        where not, NaN where that was not measured. Beside metrics of `STRUCTURE` stand those against the mirrored image
+        (`MIRRORED`) where records have them.
         """
-        rows = _tidy(records, metrics, geometry)
-        pool = _pool(rows)
-        reached, of_geometry = _leakiest_attacks(pool, metrics), _by_geometry(pool, metrics)
-        means = _means(rows, metrics, geometry)
-        best = _best(of_geometry, lead_metric(metrics))
-        names = map(attack_label, best.attack, best.geometry)
-        single = dict(zip(best.case.tolist(), map(Single, names, best.external), strict=True))
-        if not means.empty:
-            worst = _worst(pool, reached, metrics).reindex(columns=means.columns)
-            chosen = of_geometry.merge(best[[*CELL, "geometry"]], on=[*CELL, "geometry"])
-            chosen = chosen.assign(attack=SINGLE, external="", control=False).reindex(columns=means.columns)
-            kinds = means.dtypes.to_dict()
-            means = pd.concat([means, worst.astype(kinds), chosen.astype(kinds)], ignore_index=True)
-        return cls(means.sort_values([*CELL, "image"], ignore_index=True), reached, single)
+        rows = self._rows
+        metrics = [*self.metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
+        return _average(rows.loc[rows.geometry == self.geometry], [*CELL, "image", "control"], metrics)
+
+    @cached_property
+    def images(self) -> pd.DataFrame:
+        """Return the rows of `measured`, and for each case and image its worst case and that of the best attack.
+
+        The attack of these two is `WORST` and `SINGLE`. A worst case is exact where any attack is, and failed where any
+        attack failed.
+        """
+        found = self.measured
+        if not found.empty:
+            kinds = found.dtypes.to_dict()
+            chosen = self._by_geometry.merge(self._best[[*CELL, "geometry"]], on=[*CELL, "geometry"])
+            made = [(WORST, self._worst), (SINGLE, chosen)]
+            rows = [of.assign(attack=name, external="", control=False) for name, of in made]
+            found = pd.concat([found, *(of.reindex(columns=found.columns).astype(kinds) for of in rows)])
+        return found.sort_values([*CELL, "image"], ignore_index=True)
+
+    @cached_property
+    def reached(self) -> pd.DataFrame:
+        """Return the leakiest score of each case, image and metric over all attacks and draws, and the attack behind.
+
+        Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Controls,
+        failed rows, figures of no known image and metrics of utility have no part in it.
+        """
+        pool = self._pool
+        group, _ = groups(pool, ["case", "image"])
+        found, columns = [], ["case", "image", "metric", "value", "attack", "geometry"]
+        for name in filter(sign_of, self.metrics):
+            values = -sign_of(name) * pool[name].to_numpy()
+            segments = Segments.of(values, group)
+            best = np.full(group.max(initial=-1) + 1, np.nan)
+            best[segments.group] = segments.values[segments.starts]
+            hit = np.flatnonzero(values == best[group])
+            found.append((name, hit, -sign_of(name) * values[hit]))
+        if not found:
+            return pd.DataFrame(columns=columns).astype({"case": "int64", "value": "float64"})
+        names, hits, values = zip(*found, strict=True)
+        at = pool[["case", "image", "attack", "geometry"]].iloc[np.concatenate(hits)]
+        at = at.assign(metric=np.repeat(names, [len(hit) for hit in hits]).astype(object), value=np.concatenate(values))
+        ordered = at.sort_values(["case", "image", "metric", "attack", "geometry"])
+        return ordered.drop_duplicates(["case", "image", "metric", "attack"], ignore_index=True).reindex(
+            columns=columns
+        )
+
+    @cached_property
+    def leakiest_geometries(self) -> pd.DataFrame:
+        """Return, for each attack that was scored on a case, the geometry in which it leaks most.
+
+        Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images. Of two
+        geometries that leak alike, it is the first by name, which is `in_place`.
+        """
+        images, lead = self._by_geometry, lead_metric(self.metrics)
+        cells = images.loc[images.scored].groupby([*CELL, "geometry"])[lead].agg(["mean", "count"]).reset_index()
+        cells = cells.rename(columns={"mean": "value", "count": "images"}).sort_values([*CELL, "geometry"])
+        if sign_of(lead):
+            cells = cells.sort_values("value", ascending=sign_of(lead) < 0, kind="stable")
+        return cells.drop_duplicates(CELL).sort_values(CELL, ignore_index=True)
+
+    @cached_property
+    def single(self) -> Mapping[int, tuple[str, str]]:
+        """Return the best single attack of each case: its label, and its reference if it was measured elsewhere.
+
+        It has the leakiest mean over the images, by the lead metric, among the attacks that were scored on at least
+        half as many images as any other one.
+        """
+        best = self._best
+        labels = map(attack_label, best.attack, best.geometry)
+        return dict(zip(best.case.tolist(), zip(labels, best.external, strict=True), strict=True))
+
+    @cached_property
+    def _best(self) -> pd.DataFrame:
+        """Return `single` as rows of `leakiest_geometries`."""
+        found, sign = self.leakiest_geometries, sign_of(lead_metric(self.metrics))
+        found = found.loc[found["value"].notna() & (2 * found.images >= found.groupby("case").images.transform("max"))]
+        found = found if sign else found.iloc[:0]
+        return found.sort_values("value", ascending=sign < 0, kind="stable").drop_duplicates("case")
+
+    @cached_property
+    def _worst(self) -> pd.DataFrame:
+        # Metrics of utility have no leakiest value: of these, an image's worst case is the mean over all attacks.
+        worst = _average(self._pool, ["case", "image"], [name for name in self.metrics if not sign_of(name)])
+        best = self.reached.drop_duplicates(["case", "image", "metric"])
+        wide = best.pivot(index=["case", "image"], columns="metric", values="value").reset_index()
+        exact = self._pool.groupby(["case", "image"]).exact.max().reset_index()
+        return worst.merge(wide, how="left", on=["case", "image"]).merge(exact, how="left", on=["case", "image"])
+
+    @cached_property
+    def _by_geometry(self) -> pd.DataFrame:
+        return _average(self._pool, [*CELL, "geometry", "image"], [*self.metrics, "exact"])
+
+    @cached_property
+    def _pool(self) -> pd.DataFrame:
+        """Return the rows from which the worst case and the best single attack are taken."""
+        return self._rows.loc[~self._rows.control & (self._rows.image != "")]
+
+    @cached_property
+    def _rows(self) -> pd.DataFrame:
+        """Return the rows of the geometry, and of all geometries that an adversary can make.
+
+        The columns that name a row have no null, and failed rows have no score.
+        """
+        records, geometry = self.records, self.geometry
+        attacks, names = pd.factorize(records.attack, sort=True)
+        control = np.array([str(name).startswith(CONTROL) for name in names], dtype=bool)[attacks]
+        several = {geometry} if geometry == GEOMETRIES[1] else {geometry, GEOMETRIES[0], GEOMETRIES[2]}
+        wanted = np.where(control, _controls(records, control, geometry), records.geometry.isin(several))
+        rows, control = records.loc[wanted], control[wanted]
+        sha = rows.image_sha256.fillna("")
+        ok = (rows.status == "ok").to_numpy(bool)
+        unread = (sha == "").to_numpy(bool) & ~ok  # a file that cannot be read has no hash
+        named: dict[str, object] = {
+            "case": rows.case.to_numpy("int64"),
+            "attack": rows.attack,
+            "geometry": rows.geometry.mask(control, geometry),
+            "external": rows.external.where(rows.external.notna(), "") if "external" in rows else "",
+            "image": sha.mask(unread, "name:" + rows.image.fillna("").astype(str)),
+            "control": control,
+            "scored": ok,
+            "failed": ~ok,
+        }
+        mirrored = [MIRRORED[name] for name in self.metrics if MIRRORED.get(name) in rows]
+        scores = {name: _numbers(rows, name) for name in (*self.metrics, *mirrored)} | {"exact": _exact(rows)}
+        columns = named | {name: np.where(ok, values, np.nan) for name, values in scores.items()}
+        return pd.DataFrame(columns, index=rows.index)
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Measured values by group, ascending within a group unless `of` is told otherwise.
+    """Measured values by group.
 
     `group` has the number of the group that starts at each of `starts`.
     """
@@ -167,7 +215,9 @@ class Segments:
 
     @classmethod
     def of(cls, values: Floats, group: Whole, *, ascending: bool = True) -> "Segments":
-        """Return the values of each group as one segment; those that were not measured (NaN) are left out.
+        """Return the values of each group, numbered from 0, as one segment; those not measured (NaN) are left out.
+
+        Values ascend within a group, or else keep the order of the rows.
 
         Args:
             values: one for each row of a table.
@@ -203,36 +253,6 @@ def groups(rows: pd.DataFrame, by: list[str]) -> tuple[Whole, pd.DataFrame]:
     return group, rows.iloc[first][by].reset_index(drop=True)
 
 
-def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.DataFrame:
-    """Return the rows of a geometry, and of all geometries that an adversary can make.
-
-    The columns that name a row have no null, and failed rows have no score.
-    """
-    attacks, names = pd.factorize(records.attack, sort=True)
-    control = np.array([str(name).startswith(CONTROL) for name in names], dtype=bool)[attacks]
-    several = {geometry} if geometry == GEOMETRIES[1] else {geometry, GEOMETRIES[0], GEOMETRIES[2]}
-    wanted = np.where(control, _controls(records, control, geometry), records.geometry.isin(several))
-    rows, control = records.loc[wanted], control[wanted]
-    sha = rows.image_sha256.fillna("")
-    unread = (sha == "").to_numpy(bool) & (rows.status != "ok").to_numpy(bool)  # a file that cannot be read has no hash
-    ok = (rows.status == "ok").to_numpy(bool)
-    laid: dict[str, object] = {
-        "case": rows.case.to_numpy("int64"),
-        "attack": rows.attack,
-        "geometry": rows.geometry.mask(control, geometry),
-        "external": rows.external.fillna("") if "external" in rows else "",
-        "image": sha.mask(unread, "name:" + rows.image.fillna("").astype(str)),
-        "control": control,
-        "scored": ok,
-        "failed": ~ok,
-    }
-    absent = np.full(len(rows), np.nan)
-    wanted = [*metrics, *(MIRRORED[name] for name in metrics if name in MIRRORED and MIRRORED[name] in rows)]
-    scores = {name: rows[name].to_numpy("float64", na_value=np.nan) if name in rows else absent for name in wanted}
-    scores["exact"] = _exact(rows)
-    return pd.DataFrame(laid | {name: np.where(ok, value, np.nan) for name, value in scores.items()}, index=rows.index)
-
-
 def _controls(records: pd.DataFrame, control: NDArray[np.bool_], geometry: str) -> NDArray[np.bool_]:
     """Return which rows are the controls of a geometry: its own, and for controls that have none there, those in place.
 
@@ -251,74 +271,24 @@ def _controls(records: pd.DataFrame, control: NDArray[np.bool_], geometry: str) 
     return plain | own
 
 
+def _numbers(rows: pd.DataFrame, name: str) -> Floats:
+    """Return a column, NaN where it is null or not there."""
+    return rows[name].to_numpy("float64", na_value=np.nan) if name in rows else np.full(len(rows), np.nan)
+
+
 def _exact(rows: pd.DataFrame) -> Floats:
-    """Return 1 where the PSNR leaves no grey level wrong, 0 where it may, and NaN where there is no PSNR."""
-    psnr = rows.psnr.to_numpy("float64", na_value=np.nan) if "psnr" in rows else np.full(len(rows), np.nan)
+    """Return 1 where every grey level is right, 0 where it may not be, and NaN where that was not measured.
+
+    Records state how many levels are wrong; those of before schema 9 have the PSNR alone (`exact_db`). A key without an
+    image is exact where all of it was recovered.
+    """
+    wrong, key, psnr = (_numbers(rows, name) for name in ("levels_wrong", "key_recovered", "psnr"))
     stated = rows.victim_params.astype(object).fillna("{}") if "victim_params" in rows else pd.Series("{}", rows.index)
     codes, victims = pd.factorize(stated)
     levels = [exact_db(math.prod(json.loads(victim).get("input", _ASSUMED_SHAPE))) for victim in victims]
-    return np.where(np.isnan(psnr), np.nan, psnr > np.array([*levels, math.inf])[codes])
-
-
-def _pool(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows from which the worst case and the best single attack are taken."""
-    return rows.loc[~rows.control & (rows.image != "")]
-
-
-def _means(rows: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.DataFrame:
-    """Return the scores of each case, attack, control and image in one geometry, averaged over the draws."""
-    measured = [*metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
-    return _average(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], measured)
-
-
-def _worst(pool: pd.DataFrame, reached: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    # Metrics of utility have no leakiest value: of these, an image's worst case is the mean over all attacks.
-    worst = _average(pool, ["case", "image"], [name for name in metrics if not KNOWN[name].arrow])
-    best = reached.drop_duplicates(["case", "image", "metric"])
-    wide = best.pivot(index=["case", "image"], columns="metric", values="value").reset_index()
-    exact = pool.groupby(["case", "image"]).exact.max().reset_index()
-    worst = worst.merge(wide, how="left", on=["case", "image"]).merge(exact, how="left", on=["case", "image"])
-    return worst.assign(attack=WORST, external="", control=False)
-
-
-def _best(images: pd.DataFrame, lead: str) -> pd.DataFrame:
-    """Return the best single attack of each case, as `Scored` has it, as a row of `leakiest_geometries`."""
-    found = _leakiest(images, lead)
-    found = found.loc[found["value"].notna() & (2 * found.images >= found.groupby("case").images.transform("max"))]
-    found = found if sign_of(lead) else found.iloc[:0]
-    return found.sort_values("value", ascending=sign_of(lead) < 0, kind="stable").drop_duplicates("case")
-
-
-def _by_geometry(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    return _average(pool, [*CELL, "geometry", "image"], [*metrics, "exact"])
-
-
-def _leakiest(images: pd.DataFrame, lead: str) -> pd.DataFrame:
-    """Return `leakiest_geometries`; of two geometries that leak alike, the first by name, which is `in_place`."""
-    cells = images.loc[images.scored].groupby([*CELL, "geometry"])[lead].agg(["mean", "count"]).reset_index()
-    cells = cells.rename(columns={"mean": "value", "count": "images"}).sort_values([*CELL, "geometry"])
-    if sign_of(lead):
-        cells = cells.sort_values("value", ascending=sign_of(lead) < 0, kind="stable")
-    return cells.drop_duplicates(CELL).sort_values(CELL, ignore_index=True)
-
-
-def _leakiest_attacks(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    group, _ = groups(pool, ["case", "image"])
-    found, columns = [], ["case", "image", "metric", "value", "attack", "geometry"]
-    for name in metrics:
-        if not KNOWN[name].arrow:
-            continue
-        values = -sign_of(name) * pool[name].to_numpy()
-        segments = Segments.of(values, group)
-        best = np.full(group.max(initial=-1) + 1, np.nan)
-        best[segments.group] = segments.values[segments.starts]
-        hit = values == best[group]
-        at = pool.loc[hit, ["case", "image", "attack", "geometry"]]
-        found.append(at.assign(metric=name, value=-sign_of(name) * values[hit]))
-    if not found:
-        return pd.DataFrame(columns=columns).astype({"case": "int64", "value": "float64"})
-    ordered = pd.concat(found).sort_values(["case", "image", "metric", "attack", "geometry"])
-    return ordered.drop_duplicates(["case", "image", "metric", "attack"], ignore_index=True).reindex(columns=columns)
+    by_psnr = np.where(np.isnan(psnr), np.nan, psnr > np.array([*levels, math.inf])[codes])
+    by_level = np.where(np.isnan(wrong), by_psnr, (wrong == 0) | (by_psnr == 1))
+    return np.where(np.isnan(by_level) & ~np.isnan(key), key == 1, by_level)
 
 
 def _average(rows: pd.DataFrame, by: list[str], metrics: Sequence[str]) -> pd.DataFrame:
@@ -328,8 +298,9 @@ def _average(rows: pd.DataFrame, by: list[str], metrics: Sequence[str]) -> pd.Da
         keys[name] = np.bincount(group, rows[name].to_numpy(), minlength=len(keys)) > 0
     for name in metrics:
         segments = Segments.of(rows[name].to_numpy(), group)
-        keys[name] = np.nan
-        keys.loc[segments.group, name] = segments.means()
+        means = np.full(len(keys), np.nan)
+        means[segments.group] = segments.means()
+        keys[name] = means
     if "exact" in metrics:  # in every draw
         keys["exact"] = keys.exact.where(keys.exact.isna(), (keys.exact == 1).astype(float))
     return keys

@@ -1,8 +1,9 @@
 """The contents of a directory of records, as tables, figures and pages read them."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pandas as pd
 from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
 from privlab.grids import KNOWN, Figure, Layout, beside, papers_attack
+from privlab.report.tables.leakage import Row, leakage
+from privlab.report.tables.per_image import Scored, lead_metric
 from privlab.stores import Place, RunDirectory, places_of
-
-__all__ = ["CaseFacts", "Results", "by_case", "load_results"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,25 @@ class Results:
     records: pd.DataFrame
     facts: Mapping[str, Any]
     path: Path
+
+    def laid_out(self, **changes: Any) -> "Results":  # noqa: ANN401
+        """Return the same results with other columns, another geometry or other fields of the layout."""
+        return replace(self, layout=replace(self.layout, **changes))
+
+    @property
+    def lead(self) -> str:
+        """Return the metric by which attacks are compared."""
+        return lead_metric(self.layout.columns)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Return the rows of the leakage table, case by case."""
+        return leakage(self)
+
+    @cached_property
+    def scored(self) -> Scored:
+        """Return the scores of the images, by the columns and in the geometry of the layout."""
+        return Scored(self.records, self.layout.columns, self.layout.geometry)
 
     def picture(self, case: int, image_sha256: str, what: str) -> Place | None:
         """Return the file in which an image of a case is kept, and where in it; None if none is kept.
@@ -133,6 +153,14 @@ def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) 
         facts=facts,
         path=path,
     )
+
+
+def case_names(results: Results) -> list[str]:
+    """Return the label of each case, with its group where another case has the same label."""
+    count = Counter(case.label for case in results.cases)
+    return [
+        f"{case.label}, {case.group}" if case.group and count[case.label] > 1 else case.label for case in results.cases
+    ]
 
 
 def by_case(records: pd.DataFrame) -> tuple[pd.DataFrame, tuple[CaseFacts, ...]]:

@@ -1,8 +1,7 @@
 """The table of a run: a row for each attack, the best one and the worst case, with means over the images."""
 
-import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,30 +13,27 @@ from rich.table import Table
 from privlab.defenses import Jigsaw
 from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Specification, defense_of
 from privlab.grids import KNOWN, Layout, beside, papers_attack
-from privlab.metrics import PLACEMENT
-from privlab.release import EXPLAINED_RESIDUAL, effects_of
-from privlab.report.tables.flags import Flag, red_flags
+from privlab.metrics import METRICS, PLACEMENT
+from privlab.release import effects_of
+from privlab.report.tables.case_verdicts import certified, scope
 from privlab.report.tables.leakage import measure
-from privlab.report.tables.members import Apart, apart
 from privlab.report.tables.per_image import SINGLE, WORST, Scored, attack_label, lead_metric
-from privlab.report.tables.power import scope
 from privlab.report.tables.results import by_case
-from privlab.report.tables.sheet import (
+from privlab.report.tables.table import (
     OF_ADVERSARIES,
     OF_EXACT,
     OF_ORACLE,
     OF_WORST,
     count_text,
-    figure_text,
+    heading,
+    mean_text,
+    metric_title,
     of_interval,
     of_single,
     some,
 )
 from privlab.runs import Outcome
 from privlab.threat import Client
-
-__all__ = ["explanations", "flags", "members", "missing_metrics", "shown_metrics", "summarise", "to_rich"]
-__all__ += ["certificates", "verdicts"]
 
 _SETTINGS = {
     "a": "a, nothing is defended, and the private image x is the reference",
@@ -56,9 +52,9 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     attacks in the order in which they ran, and the controls (`kind`). Scores are averaged over the draws of an image;
     the worst case takes its leakiest one over attacks, draws and the geometries that an adversary can make, by each
     metric's own direction; `leakiest` says by the lead metric on how many images each attack reached it, and which is
-    the best single one. `exact` counts the images of which every grey level is right; None without PSNR. METRIC_low and
-    METRIC_high are the ends of the interval of the mean (`bootstrap`), METRIC_std is the standard deviation over the
-    images (n − 1); what no image has is NaN.
+    the best single one. `exact` counts the images of which every grey level is right, or None. METRIC_low and
+    METRIC_high are the ends of the interval of the mean (`mean_interval`), METRIC_std is the standard deviation over
+    the images (n − 1); what no image has is NaN.
 
     Args:
         records: those of one `privlab attack`.
@@ -68,11 +64,11 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     cased, cases = by_case(records)
     there = cased.loc[(cased.geometry == geometry) | cased.attack.str.startswith(CONTROL)]
     names = [*metrics, *(name for name in PLACEMENT if there[name].notna().any())]
-    scored, lead = Scored.of(cased, names, geometry), lead_metric(names)
+    scored, lead = Scored(cased, names, geometry), lead_metric(names)
     images = scored.images
     groups = images.groupby(["case", "attack"], sort=False)
     table = groups.agg(n=("scored", "sum"), failed=("failed", "sum"))
-    ends = {(case, attack): scores for (case, attack, _), (scores, *_) in measure(images, names, Layout.interval)}
+    ends = {(case, attack): cell.scores for (case, attack, _), cell in measure(images, names, Layout.interval)}
     for name in names:
         table[name] = groups[name].mean()
         table[f"{name}_std"] = groups[name].std()
@@ -82,7 +78,7 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     reached = scored.reached.loc[scored.reached.metric == lead]
     who = [attack_label(attack, where) for attack, where in zip(reached.attack, reached.geometry, strict=True)]
     behind = {(case, WORST): dict(Counter(np.array(who)[reached.case == case].tolist())) for case in range(len(cases))}
-    behind |= {(case, SINGLE): {one.name: int(table.n[case, SINGLE])} for case, one in scored.single.items()}
+    behind |= {(case, SINGLE): {name: int(table.n[case, SINGLE])} for case, (name, _) in scored.single.items()}
     blocks = there.dropna(subset=["block"]).groupby(["case", "attack"]).block.first().to_dict()
     rows = [
         {
@@ -100,35 +96,46 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     return pd.DataFrame(rows).astype({"n": int, "failed": int}).assign(exact=counts)
 
 
-def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
+def elsewhere(records: pd.DataFrame, metrics: Sequence[str], table: pd.DataFrame, geometry: str) -> list[str]:
     """Return a line per other geometry: what the paper's attack, the worst case and the best attack have there.
 
-    Figures that are the same as in the geometry of the table are left out.
+    It is the lead metric of `metrics` that is compared. Figures that are the same as in the geometry of the table, that
+    of `summarise`, are left out.
 
     Args:
         records: those of one `privlab attack`.
         metrics: the names of the metrics, of which the lead metric is told.
+        table: the rows of `summarise`.
         geometry: that of the table.
     """
+    laid_out = set(records.geometry[~records.attack.str.startswith(CONTROL)])  # of attacks: controls lead no row
+    others = [name for name in GEOMETRIES if name != geometry and name in laid_out]
+    if not others:
+        return []
     lead, lines = lead_metric(metrics), []
-    here = _leading(summarise(records, [lead], geometry), lead)
-    for other in [name for name in GEOMETRIES if name != geometry and (records.geometry == name).any()]:
+    here = _leading(table, lead)
+    for other in others:
         there = _leading(summarise(records, [lead], other), lead)
         if found := {name: value for name, value in there.items() if here.get(name) != value}:
             told = "; ".join(f"{name} {value}" for name, value in found.items())
-            lines.append(f"geometry {other} (--geometry {other}), {_title(lead)}: {told}")
+            lines.append(f"geometry {other} (--geometry {other}), {metric_title(lead)}: {told}")
     return lines
 
 
 def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
     """Return the lead metric of the headline rows of each case as text, by the names of the rows."""
     rows = table.loc[table.kind.isin(["paper", "worst", "single"])].to_dict("records")
-    several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
+    several = _several(table)
     return {" ".join([*(str(row[c]) for c in several), row["attack"]]): _value(row, lead, " ± ") for row in rows}
 
 
+def _several(table: pd.DataFrame) -> list[str]:
+    """Return which columns tell the cases of a table apart."""
+    return [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
+
+
 def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return the lines that explain the table: its settings, intervals, worst case, best attack and geometry.
+    """Return the lines that explain a table of `summarise`: settings, intervals, worst case, best attack, geometry.
 
     Args:
         table: the rows of `summarise`.
@@ -154,58 +161,35 @@ def certificates(records: pd.DataFrame) -> list[str]:
     It has the mean of `explained` over the images, and how many of them are proven: above the share that no wrong image
     has reached.
     """
-    rows = records[records.explained.notna() & (records.geometry == GEOMETRIES[0])]
+    rows = records.loc[records.explained.notna() & (records.geometry == GEOMETRIES[0])]
+    rows = rows.assign(certified=certified(rows))
     lines = []
     for victim, of_victim in rows.groupby("victim", sort=False):
         told = ", ".join(
-            f"{attack} {shares.mean():.4f} ({int((shares > 1 - EXPLAINED_RESIDUAL**2).sum())} of {len(shares)} proven)"
-            for attack, shares in of_victim.groupby("attack", sort=False).explained
+            f"{attack} {found.explained.mean():.4f} ({int(found.certified.sum())} of {len(found)} proven)"
+            for attack, found in of_victim.groupby("attack", sort=False)
         )
         lines.append(f"{victim}: share of the update that a reconstruction explains, no image being known: {told}")
     return lines
 
 
-def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:
-    """Return the red flags of a run, with attacks compared by the lead metric.
-
-    Args:
-        records: those of one `privlab attack`.
-        metrics: the names of the metrics, of which the lead metric is taken.
-        geometry: "in_place", "oracle" or "reassembled": in which attacks are compared.
-    """
-    cased, cases = by_case(records)
-    return red_flags(cased, [case.label for case in cases], lead_metric(metrics), geometry)
-
-
-def members(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Apart]:
-    """Return what a run has on members of the training data and on others, apart, by the lead metric.
-
-    Args:
-        records: those of one `privlab attack`.
-        metrics: the names of the metrics, of which the lead metric is taken.
-        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are scored.
-    """
-    cased, cases = by_case(records)
-    paper = papers_attack(records.attack.unique())
-    return apart(cased, [case.label for case in cases], paper, lead_metric(metrics), geometry)
-
-
-def _order(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the name of each row of a victim and setting, in their order."""
+def _order(attacks: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the kind and the name of each row of a victim and setting, in their order."""
     paper = papers_attack(attacks)
     kinds = {attack: "control" if attack.startswith(CONTROL) else "attack" for attack in attacks}
     kinds |= {WORST: "worst", SINGLE: "single"} | ({paper: "paper"} if paper else {})
-    yield from sorted(((kind, attack) for attack, kind in kinds.items()), key=lambda pair: _KINDS.index(pair[0]))
+    return sorted(((kind, attack) for attack, kind in kinds.items()), key=lambda pair: _KINDS.index(pair[0]))
 
 
 def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
     """Return the metrics that the table shows, in the order of MJP's Table 5; the records hold the others too.
 
-    Where features are released, the metrics of rows, keys and utility that were measured follow.
+    Metrics of other packages follow, and, where features are released, the metrics of rows, keys and utility that were
+    measured.
     """
     order = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "ssim", "ssim_skimage"),
-        *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim"),
+        *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim", *METRICS.added),
     )
     shown = [name for name in order if name in metrics and name not in beside(metrics)]
     return [*shown, *(name for name in PLACEMENT if name in table)]
@@ -265,23 +249,23 @@ def _trained_by(client: Client) -> str:
 
 
 def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
-    """Lay the table out for a terminal; the arrow shows the leaky direction of each metric.
+    """Lay a table of `summarise` out for a terminal; the arrow shows the leaky direction of each metric.
+
+    Each metric is a mean ± the farther end of its interval, which stands below if it is `stacked`, for a narrow
+    terminal.
 
     Args:
         table: the rows of `summarise`.
         metrics: those that get a column, each mean ± the farther end of its interval.
         stacked: whether the interval stands below the mean, for a narrow terminal.
     """
-    several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
-    shown = (
-        Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-        if stacked
-        else Table(header_style="bold")
-    )
+    several = _several(table)
+    narrow = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": 0}
+    shown = Table(header_style="bold", **narrow if stacked else {})
     for column in (*several, "attack", "block"):
         shown.add_column(column, no_wrap=True)
     for name in metrics:
-        shown.add_column(f"{_title(name)} {KNOWN[name].arrow}", justify="right", no_wrap=True)
+        shown.add_column(heading(name), justify="right", no_wrap=True)
     shown.add_column("images", justify="right")
     for row in table.to_dict("records"):
         values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
@@ -301,16 +285,6 @@ def _about(row: Mapping[Hashable, Any]) -> str:
     return said[0][0] if len(said) == 1 else ";\n".join(f"{name} {n} of {row['n']}" for name, n in said)
 
 
-def _title(name: str) -> str:
-    if name in PLACEMENT:
-        return {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours"}.get(name, name.replace("_", " "))
-    first, _, rest = name.upper().partition("_")
-    if name == "fft2d_mjp":
-        return "FFT2D (MJP)"
-    return f"{first} {rest.lower()}".rstrip()
-
-
 def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:
-    mean, n = row[name], KNOWN[name].decimals
-    reach = max(row[f"{name}_high"] - mean, mean - row[f"{name}_low"])
-    return figure_text(mean, n) + (f"{between}{figure_text(reach, n)}" if math.isfinite(reach) else "")
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return between.join(filter(None, mean_text(row[name], low, high, KNOWN[name].decimals)))

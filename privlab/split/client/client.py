@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -21,7 +21,8 @@ from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save
 from privlab.split.protocol.wire import chunks, pack, pack_state, unpack
 from privlab.split.server.server import METHOD
 
-__all__ = ["Client", "Lost", "Rebuffed", "Remote", "Traffic"]
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+"""Seconds before the second attempt, and the most between any two."""
 
 
 class Lost(PrivlabError):
@@ -90,9 +91,9 @@ class Client:
             PrivlabError: if the server refuses a request; `Lost` if trying again may help.
         """
         channel = self._channel(contract)
-        remote = Remote(channel, self.token, contract, self.timeout, traffic or Traffic())
+        remote = Remote(channel, self.token, contract, self.timeout, traffic or Traffic(), saved)
         try:
-            remote.open(session, steps, saved)
+            remote.open(session, steps)
             if weights is not None and remote.step == 0:
                 remote.upload(weights)
             yield remote
@@ -116,27 +117,19 @@ class Client:
 class Remote:
     """T as the client sees it: `id` names the session, which continues after `step`; a crash leaves step `durable`."""
 
-    def __init__(self, channel: grpc.Channel, token: str, contract: Contract, timeout: float, traffic: Traffic) -> None:
-        self.contract, self.timeout, self.traffic = contract, timeout, traffic
+    def __init__(
+        self, channel: grpc.Channel, token: str, contract: Contract, timeout: float, traffic: Traffic, saved: int
+    ) -> None:
+        self.contract, self.timeout, self.traffic, self.saved = contract, timeout, traffic, saved
         self.id, self.weights_sha256 = "", ""
-        self.step = self.durable = self.saved = 0
+        self.step = self.durable = 0
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         call = channel.stream_stream(METHOD)
         self._call = call(iter(self._requests.get, None), metadata=(("authorization", f"Bearer {token}"),))
         self._replies: Inbox[bytes] = Inbox(self._call)
 
-    def open(self, session: str, steps: Sequence[int], saved: int) -> None:
-        """Open the session, or resume it; `id`, `step` and `weights_sha256` are then the server's.
-
-        Args:
-            session: the id of a session to resume; empty for a new one.
-            steps: the steps after which the client can continue, the best first; 0 allows a new session.
-            saved: the last step of which the client keeps a checkpoint.
-
-        Raises:
-            PrivlabError: if the server refuses; `Lost` if trying again may help.
-        """
-        self.saved = saved
+    def open(self, session: str, steps: Sequence[int]) -> None:
+        """Open or resume a session as `Client.session` does; `id`, `step` and the hash are then the server's."""
         contract = ContractMessage(**asdict(self.contract))
         request = Request(open=Open(version=self.contract.version, session=session, steps=steps, contract=contract))
         opened = self._ask(request).opened
@@ -193,7 +186,10 @@ class Remote:
         if data is None:
             raise Lost("The server ended the session.")
         self.traffic.received += len(data)
-        reply = _parse(data)
+        try:
+            reply = Reply.FromString(data)
+        except DecodeError:
+            raise PrivlabError(f"The server's {len(data)} bytes are no reply of split learning.") from None
         self.durable = reply.durable
         return reply
 
@@ -208,13 +204,6 @@ class Remote:
         if tensor.shape != like.shape:
             raise PrivlabError(f"The server's '{name}' must be {tuple(like.shape)}. Found {tuple(tensor.shape)}.")
         return tensor.to(like.device)
-
-
-def _parse(data: bytes) -> Reply:
-    try:
-        return Reply.FromString(data)
-    except DecodeError:
-        raise PrivlabError(f"The server's {len(data)} bytes are no reply of split learning.") from None
 
 
 def _translate(error: grpc.RpcError) -> PrivlabError:
@@ -244,3 +233,40 @@ def _unreachable(details: str) -> PrivlabError:
             f"authority signed (--tls-cert, --tls-key)? {details.rpartition(': ')[2]}."
         )
     return Lost(f"The server cannot be reached: {details}")
+
+
+class Patience:
+    """Pauses between attempts that double in length, for up to `seconds` in a row without success.
+
+    Args:
+        seconds: the time without success after which `wait` raises.
+        tell: called with the reason at the first of several waits in a row.
+    """
+
+    def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
+        self._seconds, self._tell = seconds, tell
+        self._met = False
+        self._since: float | None = None
+        self._pause = _FIRST_PAUSE
+
+    def reset(self) -> None:
+        """Reset the time and the pauses: the server has answered."""
+        self._met, self._since, self._pause = True, None, _FIRST_PAUSE
+
+    def wait(self, lost: Lost) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            PrivlabError: if the time is over, or the server needs another kind of connection.
+        """
+        if isinstance(lost, Rebuffed) and not self._met:
+            raise lost
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._tell(f"{lost} Trying again for {self._seconds:g} seconds.")
+        left = self._since + self._seconds - now
+        if left <= 0:
+            raise PrivlabError(f"{lost} Tried for {self._seconds:g} seconds (--retry-for).") from None
+        time.sleep(min(self._pause, left))
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -12,8 +12,6 @@ from privlab.base import PrivlabError, Progress, draw_for
 from privlab.images import ImageSource, Preprocessing, batches
 from privlab.victims import VictimModel
 
-__all__ = ["Batches", "Dataset", "load"]
-
 _BATCH_SIZE = 64
 """Images that are read, or classified, at a time."""
 

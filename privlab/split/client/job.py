@@ -1,7 +1,7 @@
 """The task of a client, as plain data that its checkpoint holds, and the objects made from it."""
 
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,13 @@ from privlab.base import PrivlabError, PrivlabWarning, check_name, configure, re
 from privlab.defenses import defenses
 from privlab.images import ImageSource, open_images
 from privlab.split.client.learner import Learner
-from privlab.split.client.train import CHECKPOINT
+from privlab.split.client.loops import CHECKPOINT
 from privlab.split.protocol import checkpoint
 from privlab.split.protocol.backbone import check_cut
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.secret import new_secret
 from privlab.threat import Stack
 from privlab.victims import Victim, check_classifies, victim
-
-__all__ = ["SplitJob", "Started", "resume_job", "stack_of", "start_job"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +122,6 @@ def _make(job: SplitJob, secret: str, device: torch.device) -> Started:
     stack = stack_of(job.defense, job.options)
     subject = victim(job.model, weights=job.weights, img_size=job.img_size, seed=job.seed)
     check_classifies(subject.model)
-    learner = _learner(job, subject, stack, secret, device, own_weights=job.upload)
-    if not job.upload and learner.columns is not None:  # T must be keyed by P_C, which the server must not learn
-        learner = _learner(job, subject, stack, secret, device, own_weights=True)
-    return Started(job, subject, learner, {"job": asdict(job), "secret": secret})
-
-
-def _learner(
-    job: SplitJob, subject: Victim, stack: Stack, secret: str, device: torch.device, *, own_weights: bool
-) -> Learner:
     check_cut(subject.model, job.cut_layer)
     terms = ("dtype", "optimizer", "lr", "momentum", "weight_decay", "cut_layer")
     contract = Contract(
@@ -140,7 +129,10 @@ def _learner(
         width=subject.model.vit.embed_dim,
         max_tokens=subject.model.vit.num_prefix_tokens + subject.model.vit.patch_embed.num_patches,
         max_batch=job.batch_size,
-        own_weights=own_weights,
+        own_weights=job.upload,
         **{name: getattr(job, name) for name in terms},
     )
-    return Learner(subject.model, stack, contract, secret, classes=job.classes, seed=job.seed, device=device)
+    learner = Learner(subject.model, stack, contract, secret, classes=job.classes, seed=job.seed, device=device)
+    if learner.columns is not None:  # T must be keyed by P_C, which the server must not learn
+        learner.contract = replace(contract, own_weights=True)
+    return Started(job, subject, learner, {"job": asdict(job), "secret": secret})

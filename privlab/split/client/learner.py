@@ -1,7 +1,6 @@
 """The client's half: images, labels, F₁, ℓ blocks, F₂, the secret orders; only a `Sent` and a gradient leave it."""
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,6 @@ from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.secret import batch_draws
 from privlab.threat import Draws, Sent, Stack
 from privlab.victims import VictimModel
-
-__all__ = ["Learner"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Begun:
-    """A step between `begin` and `finish`."""
-
-    sent: Sent
-    labels: Int[Tensor, " b"]
 
 
 class Learner:
@@ -69,7 +58,7 @@ class Learner:
         self._optimizer = contract.optimizer_of(self._own.values())
         self.step = 0
         self.losses, self.hits = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-        self._begun: _Begun | None = None
+        self._begun: tuple[Sent, Tensor] | None = None  # what was sent, and its labels, until `finish`
 
     @property
     def device(self) -> torch.device:
@@ -114,20 +103,20 @@ class Learner:
 
     def begin(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"]) -> Float[Tensor, "b t d"]:
         """Return the features of the next step."""
-        sent = self.send(images, self._draws(self.step + 1, len(images)))
-        self._begun = _Begun(sent, labels.to(self.device))
+        sent = self.send(images, batch_draws(self.secret, self.step + 1, len(images)))
+        self._begun = sent, labels.to(self.device)
         return sent.features.detach()
 
     def grade(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return ∂ℓ/∂outputs; ℓ is the mean cross-entropy of F₂ on the server's outputs, restored to their order."""
-        begun = self._begun
-        assert begun is not None
+        assert self._begun is not None
+        sent, labels = self._begun
         outputs = outputs.detach().requires_grad_()
-        logits = self.model.head(begun.sent.restore(outputs))
-        loss = F.cross_entropy(logits, begun.labels)
+        logits = self.model.head(sent.restore(outputs))
+        loss = F.cross_entropy(logits, labels)
         self._optimizer.zero_grad()
         loss.backward()
-        hits = (logits.argmax(1) == begun.labels).sum()
+        hits = (logits.argmax(1) == labels).sum()
         self.losses = torch.cat([self.losses[: self.step], loss.detach().double().cpu()[None]])
         self.hits = torch.cat([self.hits[: self.step], hits.cpu()[None]])
         assert outputs.grad is not None
@@ -136,7 +125,7 @@ class Learner:
     def finish(self, gradient: Float[Tensor, "b t d"]) -> None:
         """Update F₁ and F₂ by one step of the optimiser, given ∂ℓ/∂features."""
         assert self._begun is not None
-        self._begun.sent.features.backward(gradient)
+        self._begun[0].features.backward(gradient)
         self._optimizer.step()
         self._begun = None
         self.step += 1
@@ -175,10 +164,7 @@ class Learner:
     def _blank(self) -> Sent:
         """Return what the client would send for a black image."""
         with torch.no_grad():
-            return self.send(torch.zeros(1, *self.model.image_shape), self._draws(0, 1))
-
-    def _draws(self, step: int, size: int) -> Draws:
-        return batch_draws(self.secret, step, size)
+            return self.send(torch.zeros(1, *self.model.image_shape), batch_draws(self.secret, 0, 1))
 
 
 def _fresh_head(old: nn.Module, classes: int, seed: int) -> nn.Linear:

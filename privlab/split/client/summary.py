@@ -12,8 +12,6 @@ from privlab.split.client.client import Traffic
 from privlab.split.client.data import Batches, Dataset
 from privlab.split.client.learner import Learner
 
-__all__ = ["inference_summary", "training_summary"]
-
 
 def training_summary(learner: Learner, batches: Batches, traffic: Traffic, seconds: float, done: int) -> dict[str, Any]:
     """Return loss and accuracy by epoch, over the whole run, and the speed and traffic of this client's own steps.

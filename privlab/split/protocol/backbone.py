@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError, first
 from privlab.victims import VictimModel, told_of_places
 
-__all__ = ["Backbone", "check_cut", "own_parameters"]
-
 
 class Backbone(nn.Module):
     """T: a trainable copy of a victim's blocks behind the first ℓ, with timm's names; for ℓ = 0 with the norm before.

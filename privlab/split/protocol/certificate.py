@@ -14,8 +14,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from privlab.base import PrivlabError
 
-__all__ = ["make_certificates"]
-
 _Key = ec.EllipticCurvePrivateKey
 
 
@@ -31,7 +29,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[P
     Raises:
         PrivlabError: if one of the files exists, or cannot be written.
     """
-    until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=days)
+    until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     authority = ec.generate_private_key(ec.SECP256R1())
     ca = _certificate("privlab authority", authority, None, until)
     files: dict[str, bytes] = {"ca.pem": ca.public_bytes(Encoding.PEM)}
@@ -62,7 +60,7 @@ def _certificate(
         .issuer_name(subject if issuer is None else issuer[0].subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(datetime.datetime.now(datetime.timezone.utc), until) - hour)
+        .not_valid_before(min(datetime.datetime.now(datetime.UTC), until) - hour)
         .not_valid_after(until)
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

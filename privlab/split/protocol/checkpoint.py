@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from privlab.base import PrivlabError, write_whole
 
-__all__ = ["SessionCheckpoints", "optimizer_state", "private_folder", "read", "restore_optimizer", "write"]
-
 _FORMAT = "privlab-split/1"
 
 
@@ -82,33 +80,18 @@ class SessionCheckpoints:
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Write the checkpoint of a step.
+        """Write the checkpoint of a step, as `write` does; the folder is made if it does not exist.
 
         Args:
             step: the number of the step, which names the file.
             tensors: the session's state by name, as `Session.tensors` returns it.
             facts: plain data that JSON can hold, such as the session's id and contract.
-
-        Raises:
-            PrivlabError: if the disk is full or the folder cannot be written.
         """
         write(private_folder(self.folder) / self._name(step), tensors, facts)
 
-    def read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and facts of a step's checkpoint.
-
-        Raises:
-            PrivlabError: if the checkpoint is missing or incomplete.
-        """
-        return read(self.folder / self._name(step))
-
-    def facts(self, step: int) -> dict[str, Any]:
-        """Return the facts of a step's checkpoint without its tensors.
-
-        Raises:
-            PrivlabError: if the checkpoint is missing or incomplete.
-        """
-        return read(self.folder / self._name(step), only_facts=True)[1]
+    def read(self, step: int, *, only_facts: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and facts of a step's checkpoint, as `read` does for its file."""
+        return read(self.folder / self._name(step), only_facts=only_facts)
 
     def keep(self, steps: Container[int]) -> None:
         """Remove the checkpoints of all other steps."""

@@ -10,8 +10,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from privlab.base import PrivlabError, check_name, check_range
 
-__all__ = ["DTYPES", "OPTIMIZERS", "Contract", "Refusal"]
-
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 OPTIMIZERS = ("adamw", "sgd")
 

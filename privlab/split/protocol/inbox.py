@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Inbox"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from torch import Generator
 
 from privlab.threat import Draws
 
-__all__ = ["batch_draws", "generator", "new_secret"]
-
 _WORDS = 624
 _FIRST_WORD = 24  # after seed, count and position, eight bytes each; a word takes eight bytes too
 

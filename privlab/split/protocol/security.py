@@ -16,8 +16,6 @@ import grpc
 
 from privlab.base import PrivlabError
 
-__all__ = ["ClientTls", "RequireToken", "ServerTls", "is_loopback", "make_token", "read_token", "split_address"]
-
 _LEAST_CHARACTERS = 32
 """The fewest characters of a token, so that it cannot be guessed."""
 _OPEN_TO_ALL = "/grpc.health.v1.Health/Check"
@@ -71,8 +69,6 @@ class RequireToken(grpc.ServerInterceptor):
     def __init__(self, token: str, refused: Callable[[str], None]) -> None:
         self._expected = f"Bearer {token}".encode()
         self._refused = refused
-        self._missing = _aborting("No bearer token: give the server's with --token-file.")
-        self._wrong = _aborting("Wrong token: give the server's with --token-file.")
 
     def intercept_service(
         self, continuation: Callable[[Any], Any], handler_call_details: grpc.HandlerCallDetails
@@ -80,22 +76,16 @@ class RequireToken(grpc.ServerInterceptor):
         """Pass a call on, or answer it with UNAUTHENTICATED."""
         metadata: dict[str, Any] = dict(getattr(handler_call_details, "invocation_metadata", None) or ())
         given = metadata.get("authorization")
-        if getattr(handler_call_details, "method", "") == _OPEN_TO_ALL:
+        known = given is not None and hmac.compare_digest(str(given).encode(), self._expected)
+        if known or getattr(handler_call_details, "method", "") == _OPEN_TO_ALL:
             return continuation(handler_call_details)
-        if given is None:
-            self._refused("no token")
-            return self._missing
-        if not hmac.compare_digest(str(given).encode(), self._expected):
-            self._refused("wrong token")
-            return self._wrong
-        return continuation(handler_call_details)
+        found = "No bearer" if given is None else "Wrong"
 
+        def abort(requests: object, context: grpc.ServicerContext) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{found} token: give the server's with --token-file.")
 
-def _aborting(message: str) -> grpc.RpcMethodHandler:
-    def abort(requests: object, context: grpc.ServicerContext) -> None:
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-
-    return grpc.stream_stream_rpc_method_handler(abort)
+        self._refused("no token" if given is None else "wrong token")
+        return grpc.stream_stream_rpc_method_handler(abort)
 
 
 def split_address(address: str) -> tuple[str, int]:

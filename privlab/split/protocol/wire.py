@@ -15,8 +15,6 @@ from torch import Tensor
 from privlab.base import first
 from privlab.split.protocol.contract import Contract, Refusal
 
-__all__ = ["HEADER_BYTES", "chunks", "pack", "pack_state", "unpack", "unpack_state"]
-
 HEADER_BYTES = 2**16
 """Room in a message for everything but the numbers, in bytes."""
 
@@ -61,7 +59,8 @@ def unpack(data: bytes, name: str, contract: Contract) -> Float[Tensor, "b t d"]
     if not fits or tensor.shape[2] != contract.width:
         shape = f"(b ≤ {most[0]}, t ≤ {most[1]}, d = {most[2]})"
         raise Refusal("INVALID_ARGUMENT", f"'{name}' must have shape {shape}. Found {tuple(tensor.shape)}.")
-    return _finite(name, tensor)
+    _check_finite(name, tensor)
+    return tensor
 
 
 def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -80,7 +79,7 @@ def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) ->
         if tensor.shape != like[name].shape:
             want, found = tuple(like[name].shape), tuple(tensor.shape)
             raise Refusal("INVALID_ARGUMENT", f"'{name}' must have shape {want}. Found {found}.")
-        _finite(name, tensor)
+        _check_finite(name, tensor)
     return tensors
 
 
@@ -108,8 +107,12 @@ def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     return tensors
 
 
-def _finite(name: str, tensor: Tensor) -> Tensor:
-    low, high = tensor.aminmax()  # NaN spreads to both; this takes half the work of isfinite, and no memory
-    if not bool(low.isfinite() & high.isfinite()):
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor infinity."""
+    low, high = tensor.detach().aminmax()  # NaN spreads to both; this takes half the work of isfinite, and no memory
+    return bool(low.isfinite() & high.isfinite())
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not is_finite(tensor):
         raise Refusal("INVALID_ARGUMENT", f"'{name}' holds NaN or infinity. Numbers must be finite.")
-    return tensor

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -16,18 +16,16 @@ from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from privlab.base import PrivlabError, check_range, full_precision, versions
+from privlab.base import PrivlabError, check_range, versions, without_tf32
 from privlab.release import Recorder
 from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.inbox import Inbox
 from privlab.split.protocol.security import RequireToken, ServerTls, is_loopback
 from privlab.split.protocol.split_pb2 import Reply, Request
-from privlab.split.server.connection import Live
+from privlab.split.server.session import Live
 from privlab.split.server.session_registry import Limits, Sessions
 from privlab.victims import Victim
-
-__all__ = ["METHOD", "SERVICE", "Event", "Server", "serve"]
 
 SERVICE = "privlab.split.v1.Split"
 METHOD = f"/{SERVICE}/Session"
@@ -83,11 +81,11 @@ class Server:
         self._tls, self._on_event = tls, on_event
         self._folder, self._stopping, self._last_word = private_folder(state), threading.Event(), 0.0
         facts = {"model": victim.architecture, "weights": victim.weights.origin, "versions": versions()}
-        self._recorder = None if record is None else Recorder(record, facts, on_stop=self._warn)
+        recorder = None
+        if record is not None:
+            recorder = Recorder(record, facts, on_stop=lambda why: self._log("warning", None, reason=why))
         device = torch.device(device)
-        self._sessions = Sessions(
-            victim, self._folder, self.limits, checkpoint_every, device, self._log, self._recorder
-        )
+        self._sessions = Sessions(victim, self._folder, self.limits, checkpoint_every, device, self._log, recorder)
         self._threads = ThreadPoolExecutor(self.limits.sessions + _SPARE_THREADS, "session")
         self._health = health.HealthServicer()
         self._grpc, self._open = self._build(token), ExitStack()
@@ -104,7 +102,7 @@ class Server:
             except Timeout:
                 raise PrivlabError(f"Another server uses --state '{self._folder}': give each its own.") from None
             self.port = self._bind()
-            undo.enter_context(full_precision())
+            undo.enter_context(without_tf32())  # autocast is off in the threads of sessions
             self._grpc.start()
             self._open = undo.pop_all()
         self._tell_health(serving=True)
@@ -178,11 +176,7 @@ class Server:
                     yield reply
 
     def _next(self, inbox: Inbox[bytes], live: Live | None) -> Request | None:
-        """Return the client's next request, or None if the client has disconnected.
-
-        Raises:
-            Refusal: if the client was silent for too long, or this server is stopping.
-        """
+        """Return the client's next request, or None if the client has disconnected."""
         data = self._wait(inbox, live)
         if data is None:
             return None
@@ -213,20 +207,9 @@ class Server:
     def _log(self, event: str, session: str | None, **facts: object) -> None:
         self._on_event({"event": event} | ({} if session is None else {"session": session}) | facts)
 
-    def _warn(self, message: str) -> None:
-        self._log("warning", None, reason=message)
-
 
 def serve(server: Server, *, started: Callable[[Server], None] = lambda server: None) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully; a second signal ends the program at once."""
-    with _stop_signals() as stop, server:
-        started(server)
-        stop.wait()
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Turn the first SIGTERM or SIGINT into an event."""
     stop = threading.Event()
 
     def heard(number: int, frame: FrameType | None) -> None:
@@ -236,7 +219,9 @@ def _stop_signals() -> Iterator[threading.Event]:
 
     before = {each: signal.signal(each, heard) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield stop
+        with server:
+            started(server)
+            stop.wait()
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

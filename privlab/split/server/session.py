@@ -1,28 +1,22 @@
-"""One client's T on the server, with its optimiser: every step is applied exactly once."""
+"""One client's T on the server, whose steps are applied exactly once, and its answers while a client is connected."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.base import PrivlabError
+from privlab.release import SessionRecorder
 from privlab.split.protocol.backbone import Backbone
-from privlab.split.protocol.checkpoint import optimizer_state, restore_optimizer
+from privlab.split.protocol.checkpoint import SessionCheckpoints, optimizer_state, restore_optimizer
 from privlab.split.protocol.contract import Contract, Refusal
+from privlab.split.protocol.split_pb2 import Opened, Reply, Request, Saved, Tensors
+from privlab.split.protocol.wire import HEADER_BYTES, is_finite, pack, unpack, unpack_state
 
-__all__ = ["Session"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Exchange:
-    """The tensors of a step, kept so that a step that is sent again gets the same answer."""
-
-    step: int
-    features: Float[Tensor, "b t d"]
-    outputs: Float[Tensor, "b t d"]
-    gradient: Float[Tensor, "b t d"]
-    answer: Float[Tensor, "b t d"]
+_LAST = "last."
+"""How the names of the tensors begin that the last step exchanged, which get the same answer if they come again."""
 
 
 class Session:
@@ -36,7 +30,7 @@ class Session:
         self.backbone, self.contract = backbone, contract
         self.optimizer = contract.optimizer_of(p for p in backbone.parameters() if p.requires_grad)
         self.step = 0
-        self._last: _Exchange | None = None
+        self._last: dict[str, Tensor] = {}
         self._under_way: tuple[int, Tensor, Tensor] | None = None
 
     @property
@@ -55,9 +49,9 @@ class Session:
         Raises:
             Refusal: if the step is not due, was applied with other features, or its outputs are not finite.
         """
-        if step == self.step and (last := self._last) is not None:
-            _check_same(step, "features", features, last.features)
-            return last.outputs
+        if step == self.step and self._last:
+            _check_same(step, "features", features, self._last["features"])
+            return self._last["outputs"]
         if step != self.step + 1:
             raise Refusal("FAILED_PRECONDITION", f"Step {self.step + 1} is due. Found a forward of step {step}.")
         features.requires_grad_()
@@ -73,9 +67,9 @@ class Session:
             Refusal: if the step has no forward, was applied with another gradient, or the gradient has another shape
                 or leads to one that is not finite.
         """
-        if step == self.step and (last := self._last) is not None:
-            _check_same(step, "gradient", gradient, last.gradient)
-            return last.answer
+        if step == self.step and self._last:
+            _check_same(step, "gradient", gradient, self._last["gradient"])
+            return self._last["answer"]
         if self._under_way is None or self._under_way[0] != step:
             raise Refusal("FAILED_PRECONDITION", f"Step {step} has no forward: send its features first.")
         _, features, outputs = self._under_way
@@ -91,7 +85,8 @@ class Session:
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
-        self._last = _Exchange(step, features.detach(), outputs.detach(), gradient, answer)
+        exchanged = {"features": features.detach(), "outputs": outputs.detach()}
+        self._last = exchanged | {"gradient": gradient, "answer": answer}
         self.step = step
         return answer
 
@@ -109,7 +104,8 @@ class Session:
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that a later session needs to continue: weights, averages, the last exchange."""
         weights = {f"backbone.{name}": tensor for name, tensor in self.backbone.state_dict().items()}
-        return weights | optimizer_state(self.optimizer) | self._exchange()
+        last = {f"{_LAST}{name}": tensor for name, tensor in self._last.items()}
+        return weights | optimizer_state(self.optimizer) | last
 
     def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state that `tensors` returned after `step` steps."""
@@ -118,20 +114,145 @@ class Session:
         restore_optimizer(self.optimizer, tensors)
         self.step, self._under_way = step, None
         device = next(self.backbone.parameters()).device
-        last = {n.removeprefix("last."): t.to(device) for n, t in tensors.items() if n.startswith("last.")}
-        self._last = _Exchange(step, **last) if last else None
-
-    def _exchange(self) -> dict[str, Tensor]:
-        names = ("features", "outputs", "gradient", "answer")
-        return {} if self._last is None else {f"last.{name}": getattr(self._last, name) for name in names}
+        self._last = {n.removeprefix(_LAST): t.to(device) for n, t in tensors.items() if n.startswith(_LAST)}
 
 
 def _check_finite(step: int, what: str, tensor: Tensor) -> None:
-    low, high = tensor.detach().aminmax()
-    if not bool(low.isfinite() & high.isfinite()):
+    if not is_finite(tensor):
         raise Refusal("OUT_OF_RANGE", f"At step {step}, {what} is not finite: training diverges. Lower the rate.")
 
 
 def _check_same(step: int, name: str, found: Tensor, applied: Tensor) -> None:
     if not torch.equal(found, applied):
         raise Refusal("FAILED_PRECONDITION", f"Step {step} was applied with another {name}: it is not applied twice.")
+
+
+@dataclass(eq=False)
+class Live:
+    """A session that a client is connected to.
+
+    `after` is the step after which the client continues; `durable` the last step that survives a crash of this server;
+    `saved` the last step of which the client keeps a checkpoint. The server keeps its checkpoint of that step too, in
+    case the client returns to it.
+    """
+
+    id_: str
+    name: str
+    session: Session
+    after: int
+    stored: SessionCheckpoints
+    saved: int
+    every: int
+    weights_sha256: str
+    log: Callable[..., None]
+    record: SessionRecorder | None
+
+    def __post_init__(self) -> None:
+        self.durable = self.session.step
+        contract = self.session.contract
+        self._uploaded: bytearray | None = bytearray() if contract.own_weights and self.session.step == 0 else None
+        size = sum(t.numel() for t in self.session.backbone.state_dict().values())
+        self._upload_most = size * contract.torch_dtype.itemsize + HEADER_BYTES * 16
+
+    def opening(self) -> Reply:
+        """Return the answer to the request that opened the session."""
+        opened = Opened(
+            session=self.id_, step=self.after, weights_sha256=self.weights_sha256, checkpoint_every=self.every
+        )
+        return Reply(durable=min(self.durable, self.after), opened=opened)
+
+    def answer(self, request: Request) -> Reply | None:
+        """Return the reply to a request, or None for a part of the initial weights, which has no reply.
+
+        Raises:
+            Refusal: if the request is out of order, or its tensors violate the contract.
+        """
+        kind = request.WhichOneof("kind")
+        self._note_saved(request.saved)
+        if kind == "weights":
+            return self._receive(request.weights)
+        if self._uploaded is not None:
+            raise Refusal("FAILED_PRECONDITION", f"The contract promises T's initial weights first. Found '{kind}'.")
+        if kind == "forward":
+            return self._forward(request.forward)
+        if kind == "backward":
+            return self._backward(request.backward)
+        if kind == "infer":
+            features = self._tensor(request.infer, "features")
+            if self.record is not None:
+                self.record.inference(features)
+            return self._reply(inferred=pack("outputs", self.session.infer(features)))
+        if kind == "save":
+            self.checkpoint()
+            return self._reply(saved=Saved())
+        raise Refusal("INVALID_ARGUMENT", f"Expected forward, backward, infer or save. Found '{kind}'.")
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint of the session; on a full disk it continues, and the older checkpoint stays durable."""
+        step = self.session.step
+        if step == self.durable:
+            return
+        try:
+            facts = {"session": self.id_, "step": step, "contract": asdict(self.session.contract)}
+            self.stored.write(step, self.session.tensors(), facts)
+        except PrivlabError as error:
+            self.log("not saved", self.name, step=step, durable=self.durable, reason=str(error))
+            return
+        self.durable = step
+        self._prune()
+        self.log("saved", self.name, step=step)
+
+    def close(self) -> None:
+        """Write the checkpoint, and the record of a step whose backward never came."""
+        if self.record is not None and (pending := self.session.pending_features) is not None:
+            self.record.step(self.session.step + 1, pending, None)
+        self.checkpoint()
+        self.log("closed", self.name, step=self.session.step, durable=self.durable)
+
+    def _forward(self, request: Tensors) -> Reply:
+        outputs = self.session.forward(request.step, self._tensor(request.data, "features"))
+        reply = self._reply()
+        reply.outputs.step, reply.outputs.data = request.step, pack("outputs", outputs)
+        return reply
+
+    def _backward(self, request: Tensors) -> Reply:
+        pending, before = self.session.pending_features, self.session.step
+        gradient = self._tensor(request.data, "gradient")
+        answer = self.session.backward(request.step, gradient)
+        if self.session.step > before:
+            if self.record is not None and pending is not None:
+                self.record.step(self.session.step, pending, gradient)
+            if self.session.step % self.every == 0:
+                self.checkpoint()
+        reply = self._reply()
+        reply.gradient.step, reply.gradient.data = request.step, pack("gradient", answer)
+        return reply
+
+    def _receive(self, part: bytes) -> None:
+        """Collect the initial weights; the last part is empty."""
+        if self._uploaded is None:
+            raise Refusal("FAILED_PRECONDITION", "No weights are expected: the contract says so, or they are here.")
+        self._uploaded += part
+        if len(self._uploaded) > self._upload_most:
+            most = f"at most {self._upload_most} bytes. Found {len(self._uploaded)} or more"
+            raise Refusal("INVALID_ARGUMENT", f"T's initial weights take {most}.")
+        if not part:
+            backbone = self.session.backbone
+            state = unpack_state(bytes(self._uploaded), backbone.state_dict(), self.session.contract.torch_dtype)
+            backbone.load_state_dict(state)
+            self._uploaded = None
+
+    def _note_saved(self, step: int) -> None:
+        if step > self.saved:
+            self.saved = step
+            self._prune()
+
+    def _prune(self) -> None:
+        self.stored.keep({self.durable, self.saved, self.saved + 1})
+
+    def _tensor(self, data: bytes, name: str) -> Tensor:
+        contract = self.session.contract
+        return unpack(data, name, contract).to(next(self.session.backbone.parameters()).device)
+
+    def _reply(self, **kind: object) -> Reply:
+        return Reply(durable=self.durable, **kind)  # pyright: ignore[reportArgumentType]

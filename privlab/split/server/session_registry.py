@@ -1,7 +1,6 @@
 """The sessions of a server: opened, resumed, limited in number and memory; each has one client at a time."""
 
 import hmac
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
+import psutil
 import torch
 
 from privlab.base import PrivlabError, check_range
@@ -19,11 +19,8 @@ from privlab.split.protocol.checkpoint import SessionCheckpoints
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.split_pb2 import Open
 from privlab.split.protocol.wire import HEADER_BYTES
-from privlab.split.server.connection import Live
-from privlab.split.server.session import Session
+from privlab.split.server.session import Live, Session
 from privlab.victims import Victim, hash_of
-
-__all__ = ["VERSION", "Limits", "Sessions"]
 
 VERSION = 2
 """The version of the protocol: since 2, a contract may state a cut layer. A request states the least that it needs."""
@@ -31,10 +28,6 @@ VERSION = 2
 _ID = re.compile(r"[0-9a-f]{64}")
 _NAME_LENGTH = 12
 """Characters of a session's identity that name it in logs and folders."""
-
-
-def _most_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 4 // 5
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Limits:
 
     sessions: int = 8
     batch: int = 256
-    memory: int = field(default_factory=_most_memory)
+    memory: int = field(default_factory=lambda: psutil.virtual_memory().total * 4 // 5)
     message: int = 2**28
     idle: float = 300.0
 
@@ -57,6 +50,7 @@ class Limits:
             check_range(value > 0, f"The limit '{name}'", "above 0", value)
 
 
+@dataclass(eq=False)
 class Sessions:
     """The sessions of a server: those with a connected client, and those on disk, in FOLDER/NAME.
 
@@ -70,18 +64,15 @@ class Sessions:
         recorder: records what the server sees; None records nothing.
     """
 
-    def __init__(
-        self,
-        victim: Victim,
-        folder: Path,
-        limits: Limits,
-        every: int,
-        device: torch.device,
-        log: Callable[..., None],
-        recorder: Recorder | None,
-    ) -> None:
-        self._victim, self._folder, self.limits, self._every = victim, folder, limits, every
-        self._device, self._log, self._recorder = device, log, recorder
+    victim: Victim
+    folder: Path
+    limits: Limits
+    every: int
+    device: torch.device
+    log: Callable[..., None]
+    recorder: Recorder | None
+
+    def __post_init__(self) -> None:
         self._lock = Lock()
         self._taken: dict[str, int] = {}
         self._hashes: dict[tuple[str, int], str] = {}
@@ -103,7 +94,7 @@ class Sessions:
         need = contract.session_bytes(*self._size(contract.cut_layer))
         with self._place(id_, need):
             live = self._live(id_, steps, contract, saved)
-            self._log("opened" if live.after == 0 else "resumed", live.name, step=live.after, memory=need)
+            self.log("opened" if live.after == 0 else "resumed", live.name, step=live.after, memory=need)
             try:
                 yield live
             except Refusal as refusal:
@@ -118,10 +109,10 @@ class Sessions:
             raise Refusal("FAILED_PRECONDITION", f"The protocol is version {VERSION}. Found {request.version}.")
         contract = Contract.of(request.contract)
         try:
-            check_cut(self._victim.model, contract.cut_layer)
+            check_cut(self.victim.model, contract.cut_layer)
         except PrivlabError as error:
             raise Refusal("INVALID_ARGUMENT", str(error)) from None
-        name, width = self._victim.architecture, self._victim.model.vit.embed_dim
+        name, width = self.victim.architecture, self.victim.model.vit.embed_dim
         if (contract.model, contract.width) != (name, width):
             found = f"{contract.model[:60]} of width {contract.width}"
             raise Refusal("INVALID_ARGUMENT", f"This server holds {name} of width {width}. Asked for: {found}.")
@@ -151,9 +142,9 @@ class Sessions:
         stored = self._checkpoints(asked)
         for step in stored.steps():
             try:
-                return str(stored.facts(step)["session"])
+                return str(stored.read(step, only_facts=True)[1]["session"])
             except (PrivlabError, KeyError) as error:
-                self._log("unreadable", asked[:_NAME_LENGTH], step=step, reason=str(error))
+                self.log("unreadable", asked[:_NAME_LENGTH], step=step, reason=str(error))
         return ""
 
     @contextmanager
@@ -185,20 +176,10 @@ class Sessions:
         else:
             found = f"{stored.steps()}. The client offers {list(steps)[:8]}"
             raise Refusal("FAILED_PRECONDITION", f"The session can go on after steps {found}.")
-        return Live(
-            id_=id_,
-            name=id_[:_NAME_LENGTH],
-            session=session,
-            after=step,
-            stored=stored,
-            saved=saved,
-            every=self._every,
-            weights_sha256=self._hash(contract),
-            log=self._log,
-            record=None
-            if self._recorder is None
-            else self._recorder.session(id_[:_NAME_LENGTH], self._facts(contract)),
-        )
+        name, weights_sha256 = id_[:_NAME_LENGTH], self._hash(contract)
+        facts = {"contract": asdict(contract), "weights_sha256": weights_sha256}
+        record = None if self.recorder is None else self.recorder.session(name, facts)
+        return Live(id_, name, session, step, stored, saved, self.every, weights_sha256, self.log, record)
 
     def _restore(self, session: Session, stored: SessionCheckpoints, step: int) -> bool:
         """Return whether the session was restored to a step, or to the next, which the client may then send again."""
@@ -208,7 +189,7 @@ class Sessions:
             try:
                 tensors, facts = stored.read(candidate)
             except PrivlabError as error:
-                self._log("unreadable", stored.folder.name, step=candidate, reason=str(error))
+                self.log("unreadable", stored.folder.name, step=candidate, reason=str(error))
                 continue
             if Contract.of(facts["contract"]) != session.contract:
                 raise Refusal(
@@ -218,14 +199,11 @@ class Sessions:
             return True
         return False
 
-    def _facts(self, contract: Contract) -> dict[str, object]:
-        return {"contract": asdict(contract), "weights_sha256": self._hash(contract)}
-
     def _checkpoints(self, id_: str) -> SessionCheckpoints:
-        return SessionCheckpoints(self._folder / id_[:_NAME_LENGTH])
+        return SessionCheckpoints(self.folder / id_[:_NAME_LENGTH])
 
     def _backbone(self, contract: Contract) -> Backbone:
-        return Backbone(self._victim.model, contract.torch_dtype, contract.cut_layer).to(self._device)
+        return Backbone(self.victim.model, contract.torch_dtype, contract.cut_layer).to(self.device)
 
     def _hash(self, contract: Contract) -> str:
         kind = (contract.dtype, contract.cut_layer)
@@ -234,5 +212,5 @@ class Sessions:
         return self._hashes[kind]
 
     def _size(self, cut_layer: int) -> tuple[int, int]:
-        blocks = self._victim.model.vit.blocks[cut_layer:]
+        blocks = self.victim.model.vit.blocks[cut_layer:]
         return sum(p.numel() for p in blocks.parameters()), len(blocks)

@@ -1,0 +1,1 @@
+"""The vision attacks of the package breaching, as they ship."""

@@ -1,0 +1,1 @@
+"""Benches of a clone: speeds as ratios, measured in one run on the same inputs and threads; one bench, one file."""

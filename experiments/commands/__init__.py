@@ -1,0 +1,1 @@
+"""The commands of studies, and `privlab evaluate`, which the command line finds here."""

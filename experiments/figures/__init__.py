@@ -1,0 +1,1 @@
+"""The figures of studies, drawn from their records."""

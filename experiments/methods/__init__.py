@@ -1,0 +1,1 @@
+"""What studies and `privlab evaluate` compute, and no attack or defense does."""

@@ -1,0 +1,378 @@
+"""Whether an image is the private one, as the gradient or update that it gives shows: no private image is needed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from privlab.base import full_precision, gradients_enabled
+from privlab.patches import patchify
+from privlab.release.gradients import released_gradients, released_parameters
+from privlab.release.local_training import Update, rounding_deviation, undecayed, update_on, without_decay
+from privlab.threat import Client, Feed, GradientDefense, Observation, Stack, client_loss, defense_declarations
+
+_HEAD, _BIAS, _PROJECTION, _PE = "head.", "head.bias", "patch_embed.proj.weight", "pos_embed"
+
+_RTOL = 1e-6  # the relative error of a gradient in float32, over its largest singular value
+_AUTOCAST = 2.0**-8  # that of an entry under autocast, in either format of 16 bits
+
+_MOST_DEVIATIONS = 8.0
+"""Deviations of the rounding of one step beyond which a weight was moved by gradients: rounding has at most 1.7."""
+
+_MOST_ROUNDING = 0.02  # the rms error in normalised pixels that rounding may put into a direction that counts
+_ROUNDS = 6  # times that the targets of several steps are corrected: the probabilities of later steps depend on them
+
+EXPLAINED_RESIDUAL = 0.05
+"""The residual below which what was released is taken for that of the reconstruction.
+
+The explained share is then above 0.9975. Where the position embeddings of one image are released, N < D, it is a PSNR
+of 20 dB, and no image that was optimised against it had less (docs/how-to/updates.md). Of 1,000 wrong images, crops of
+other photographs, the largest share was 0.70 (tests/release/test_explained.py).
+"""
+
+
+_UNDER_AUTOCAST = 0.075
+"""The same under autocast: one wrong grey level changes all that is rounded, and leaves 0.04 to 0.07 of a ViT-Ti's."""
+
+
+def is_explained(residual: float, client: Client | None = None) -> bool:
+    """Return whether a residual is so small that what was released is taken for that of the reconstruction.
+
+    Args:
+        residual: what `residual` returned.
+        client: the public settings that it was computed with; None for a gradient.
+    """
+    autocast = client is not None and client.autocast != "float32"
+    return residual < (_UNDER_AUTOCAST if autocast else EXPLAINED_RESIDUAL)
+
+
+def residual(
+    seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"], *, with_bias: bool = False
+) -> float:
+    """Return how far images are from giving what was released, G: the largest of three numbers, 0 for the client's own.
+
+    1. ‖Ĝ − G‖ / ‖G‖ over all parameters but the head's. A small head scales down the gradients of all others, and its
+       own, the whole norm then, says only that features are equal, which they are of many images.
+    2. The same of the patch projection's weight alone, whose gradient Aᵀ X holds the pixels.
+    3. Half the distance in pixels that this gradient still asks for (`_missing_pixels`): a model with random weights
+       is nearly linear, and then A changes little from image to image, so that errors in directions where A is small
+       change neither norm.
+
+    Of an update, G is what the gradients alone moved, −(θ_T − θ_0) − (1 − c) θ_0 with the public share c that decay
+    keeps, and Ĝ what they move where the client is run again on these images with its public settings, in the number
+    format of its weights. Dropout is drawn anew, so that it stays unexplained. Where the training diverges the residual
+    is infinite, and so it is where nothing was released of what the images move, or little more than rounding.
+
+    Behind filters both are compared on the entries that these leave exact, and the client's are scaled by the factor s
+    that fits best where a filter scales all entries, so that G is −(θ_T − θ_0) s − s (1 − c) θ_0.
+
+    Slots whose position embedding has no gradient are fed as MJP feeds them: with E_unk where it has a gradient.
+
+    Args:
+        seen: the observation of one release.
+        images: all images of the release, such as reconstructions, in [0, 1].
+        target: the class index of the private image, or the targets of each image (`soft_targets`).
+        with_bias: whether the head's bias is one more number, as where a label or a rate is fitted: it shows them best.
+    """
+    model = seen.model
+    counted = [n for n in seen.gradients if not n.startswith(_HEAD) or (with_bias and n == _BIAS)]
+    held = {name: seen.gradients[name][0] for name in counted}
+    kept = exact_entries(seen)
+    own: Mapping[str, Tensor]
+    if (client := seen.client) is not None:
+        made = update_on(model, client, images, target)
+        s = scale_of(made, held, kept) if scales(Stack(tuple(seen.defense)).on_gradients) else 1.0
+        lost = s * (1 - client.kept_share) if client.is_linear else 0.0
+        own = without_decay(model, {name: s * made[name].double() for name in held}, lost)
+        held = without_decay(model, held, lost)
+    else:
+        feed = _fed(seen, images)
+        names = sorted(released_parameters(model) & held.keys())
+        labels = target if isinstance(target, Tensor) else torch.full((len(images),), target, device=images.device)
+        with full_precision():
+            own = {n: g[0] for n, g in released_gradients(model, feed, labels, names, len(images)).items()}
+        held = {name: held[name] for name in names}
+    own, held = ({name: u[name].double() * kept[name] for name in held} for u in (own, held))
+    body = [name for name in held if name != _BIAS]
+    if not body or any(_is_rounding(seen, held, names) for names in (body, [_PROJECTION]) if names[0] in held):
+        return math.inf
+    shares = [_relative(own, held, body)]
+    shares += [_relative(own, held, [_BIAS])] if _BIAS in held else []
+    if _PROJECTION in held:
+        shares += [_relative(own, held, [_PROJECTION])]
+        if kept[_PROJECTION].all() and (_PE not in kept or kept[_PE].all()):
+            shares += [_missing_pixels(seen, images, target, own, held) / 2]
+    return max(shares)
+
+
+def residual_of_clients(seen: Observation, images: Float[Tensor, "k c h w"], labels: Sequence[Sequence[int]]) -> float:
+    """Return `residual` of the mean update of K clients of one image each: all K are run again.
+
+    Of the labels of an image, that one counts whose update leaves the least of what the images before it leave. Any
+    choice of labels that explains the release will do, so the adversary need not try all combinations. Which client an
+    image is of does not matter either.
+
+    Args:
+        seen: the observation of one release without filters, with the settings of its clients.
+        images: an image for each client, in any order, in [0, 1].
+        labels: the classes to try for each image, one or more.
+    """
+    model, client = seen.model, seen.client
+    held = {name: u[0] for name, u in seen.gradients.items() if not name.startswith(_HEAD)}
+    assert client is not None
+    moved = rest = undecayed(model, held, client)
+    for image, of_image in zip(images, labels, strict=True):
+        left: list[dict[str, Tensor]] = []
+        for label in of_image:
+            own = undecayed(model, update_on(model, client, image[None], label), client)
+            left.append({name: rest[name] - own[name] / len(images) for name in held})
+        rest = min(left, key=lambda each: float(_size(each)))
+    given = {name: moved[name] - rest[name] for name in held}
+    return max(_relative(given, moved, names) for names in (None, [_PROJECTION]) if names is None or names[0] in held)
+
+
+def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b y"] | None:
+    """Return the targets with which images give the released update of the head; None where it is not told by them.
+
+    In a step of SGD or in a gradient, the logits' gradient is h_i = p_i − y_i (of a binary loss (p_i − y_i) / C), with
+    p_i the probabilities that the model gives image i. The bias of one image releases h, so y = p − h: an image of
+    smoothed, mixed or several labels has these. Of B images W and b of the head release Σ_i h_i (f_i, 1) / B, which
+    their features f_i solve for all h_i.
+
+    Several steps on one image with a constant y move the bias by Σ_s a_s (p_s − y): the client is run again, and y
+    takes the difference. What is no probability is cut off, and what explains nothing then stays unexplained.
+
+    Args:
+        seen: the observation of one release: a gradient, or the update of a client that trains by SGD without clipping.
+        images: the images, in [0, 1].
+    """
+    model, client, held = seen.model, seen.client, {n: u[0] for n, u in seen.gradients.items() if n.startswith(_HEAD)}
+    B, binary = len(images), client is not None and client.loss == "binary"
+    if _BIAS not in held or scales(Stack(tuple(seen.defense)).on_gradients) or not model.classes:
+        return None
+    reach = 1.0
+    if client is not None:
+        if client.optimiser != "sgd" or client.clip is not None or not client.has_labels:
+            return None
+        if B > 1 and client.total_steps > 1:
+            return None
+        held, reach = undecayed(model, held, client), client.reach
+    reach /= model.classes if binary else 1
+    feed = _fed(seen, images)
+    with torch.no_grad(), full_precision():
+        logits = model(feed.images, feed.masked_pe, feed.replacement).double()
+    p = logits.sigmoid() if binary else logits.softmax(1)
+    h = held[_BIAS].double()[None] * B / reach
+    if B > 1:
+        if f"{_HEAD}weight" not in held:
+            return None
+        with torch.no_grad(), full_precision():
+            features = model.features(images, feed.masked_pe).double()
+        rows = torch.cat([features, torch.ones_like(features[:, :1])], 1)
+        sums = torch.cat([held[f"{_HEAD}weight"].double(), held[_BIAS].double()[:, None]], 1) * B / reach
+        h = torch.linalg.pinv(rows.T) @ sums.T
+    y = _probabilities(p - h, binary=binary)
+    if client is None or client.total_steps == 1:
+        return y
+    y = y if binary else one_hot(h.argmin(1), model.classes).to(y)  # nearer than the first step's p makes it
+    tried, steps = list[Tensor](), list[Tensor]()
+    for _ in range(_ROUNDS):  # Anderson's acceleration of y ← y + (made − held) / reach: p follows y in later steps
+        made = undecayed(model, {_BIAS: update_on(model, client, images, y)[_BIAS]}, client)[_BIAS]
+        tried.append(y)
+        steps.append((made - held[_BIAS])[None] / reach)
+        if not steps[-1].isfinite().all():
+            return tried[0]
+        y = y + steps[-1]
+        if len(steps) > 1:
+            d_steps = torch.cat([steps[-1] - step for step in steps[:-1]])
+            d_tried = torch.cat([tried[-1] - each for each in tried[:-1]])
+            y = y - steps[-1] @ torch.linalg.pinv(d_steps) @ (d_tried + d_steps)
+        y = _probabilities(y, binary=binary)
+    return y
+
+
+def _fed(seen: Observation, images: Float[Tensor, "b c h w"]) -> Feed:
+    """Return images as the client of a gradient feeds them: slots without a gradient as MJP does."""
+    feed, masked = Feed.undefended(images, seen.model.patch), slots_without_gradient(seen)
+    if seen.client is not None or not masked.any():
+        return feed
+    unknown = "unk_embed" in seen.gradients and bool(seen.gradients["unk_embed"].any())
+    return replace(feed, masked_pe=masked.expand(len(images), -1), replacement="unknown" if unknown else "zero")
+
+
+def _probabilities(y: Float[Tensor, "b y"], *, binary: bool) -> Float[Tensor, "b y"]:
+    """Return the values cut to [0, 1]; those of a softmax add up to 1."""
+    y = y.clamp(0, 1)
+    return y if binary else y / y.sum(1, keepdim=True)
+
+
+def tells_images(seen: Observation) -> bool:
+    """Return whether a small `residual` says that an image is the private one.
+
+    What determines the pixels must be among what is compared. That is the gradient of the patch projection W, or, where
+    it is not trained, that of other layers if W loses nothing of a patch (K ≤ D and full rank): else two images that W
+    maps to the same tokens have the same gradients. At least as many numbers must be compared as the image has. The
+    head's gradient alone says only that features are nearly equal, a parameter that did not move says nothing, and
+    filters that leave no entry exact, such as noise, leave nothing to compare.
+    """
+    kept = exact_entries(seen)
+    moved = [n for n, u in seen.gradients.items() if not n.startswith(_HEAD) and bool(u[0][kept[n]].any())]
+    if sum(int(kept[name].sum()) for name in moved) < seen.images_per_release * math.prod(seen.model.image_shape):
+        return False
+    if _PROJECTION in moved:
+        return True
+    W = seen.model.vit.get_parameter(_PROJECTION).detach().flatten(1).double()
+    singular = torch.linalg.svdvals(W)
+    smallest = singular[0] * max(W.shape) * torch.finfo(W.dtype).eps  # what `torch.linalg.matrix_rank` calls zero
+    return int((singular > smallest).sum()) == W.shape[1]
+
+
+def explained_share(residual: float) -> float:
+    """Return the share of a release that an image explains: max(0, 1 − residual²), in [0, 1]; 1 is the private image's.
+
+    With G what was released (of an update, what the gradients in it moved) and Ĝ what the image gives, it is
+    1 − ‖Ĝ − G‖² / ‖G‖²: the coefficient of determination about zero, over all parameters that are looked at.
+    """
+    return max(0.0, 1 - residual**2)
+
+
+def errors_of_filters(seen: Observation, names: Sequence[str]) -> list[dict[str, Float[Tensor, "..."]]]:
+    """Return the variances that filters state of the entries of a release, by release; those of several add up.
+
+    Each states them of these parameters' part of the release alone.
+    """
+    released = {name: seen.gradients[name].double() for name in names}
+    total = Stack(tuple(seen.defense)).variance(released)
+    return [{name: total[name][i] for name in names} for i in range(len(released[names[0]]))]
+
+
+def exact_entries(seen: Observation) -> dict[str, Bool[Tensor, "..."]]:
+    """Return which entries of the first release filters leave as they were, but for one factor on all (`scales`)."""
+    if not Stack(tuple(seen.defense)).on_gradients:
+        return {name: torch.ones_like(g[0], dtype=torch.bool) for name, g in seen.gradients.items()}
+    return {name: variance == 0 for name, variance in errors_of_filters(seen, list(seen.gradients))[0].items()}
+
+
+def scales(filters: Sequence[GradientDefense]) -> bool:
+    """Return whether a filter multiplies all entries by a factor that depends on them, as clipping by the norm does."""
+    return any(defense_declarations(part).expected is not None for part in filters)
+
+
+def scale_of(made: Update, released: Update, kept: Mapping[str, Bool[Tensor, "..."]]) -> float:
+    """Return s ≥ 0 of the least ‖s u − r‖ over the kept entries: the factor by which a filter scaled u to r.
+
+    Args:
+        made: u, by parameter name.
+        released: r, of the parameters that are looked at.
+        kept: which of their entries are looked at.
+    """
+    product = sum(float((made[n].double() * r.double())[kept[n]].sum()) for n, r in released.items())
+    size = sum(float(made[n].double().square()[kept[n]].sum()) for n in released)
+    return max(product / size, 0.0) if size else 0.0
+
+
+def _missing_pixels(
+    seen: Observation,
+    images: Float[Tensor, "b c h w"],
+    target: int | Float[Tensor, "b y"],
+    own: Mapping[str, Tensor],
+    held: Mapping[str, Tensor],
+) -> float:
+    """Return the rms distance in pixels, in [0, 1], that the projection's gradient G = Aᵀ X puts between images and X.
+
+    It is that of (Aᵀ)⁺ (G − Aᵀ X̂). A singular vector of A counts where rounding cannot put as much there. Of one image
+    A is what was released of the position embeddings. Of several images, and where these embeddings are not trained or
+    not fed, A is that of X̂ at the first step, and G − Ĝ stands in the place of G − Aᵀ X̂. Of other optimisers than SGD,
+    other losses than of labels and under clipping A is not known, and 0 is returned.
+    """
+    model, client = seen.model, seen.client
+    if client is not None and (client.optimiser != "sgd" or not client.has_labels or client.clip is not None):
+        return 0.0
+    X = patchify(model.normalise(images), model.patch).flatten(0, 1).double()
+    G, of_A = held[_PROJECTION].flatten(1), 0.0
+    if len(images) == 1 and _PE in held and not slots_without_gradient(seen).any():
+        A = held[_PE][0, -len(X) :]
+        left, of_A = G - A.mT @ X, _rounding(seen, _PE)
+    else:
+        A, left = _token_gradients(seen, images, target), G - own[_PROJECTION].flatten(1)
+    U, sizes, V = torch.linalg.svd(A.mT, full_matrices=False)
+    noise = _RTOL * sizes[0] + _rounding(seen, _PROJECTION) + math.sqrt(len(X)) * of_A
+    sure = sizes * _MOST_ROUNDING > noise
+    missing = V.mT[:, sure] @ ((U.mT @ left)[sure] / sizes[sure, None])
+    std = model.std.double().expand(model.image_shape[0], 1, 1).flatten()
+    return float((missing.view(len(X), len(std), -1) * std[:, None]).square().mean().sqrt().nan_to_num(math.inf))
+
+
+def _token_gradients(
+    seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"]
+) -> Float[Tensor, "n d"]:
+    """Return A of all patches of all images in the first step, times what a gradient moves in all steps."""
+    model, client, feed = seen.model, seen.client or Client(), _fed(seen, images)
+    if isinstance(target, Tensor):
+        client, labels = replace(client, label_smoothing=0.0), target.to(images)
+    else:
+        labels = torch.full((len(images),), target, device=images.device)
+    with full_precision(), gradients_enabled():
+        z = model.embed(feed.images, feed.masked_pe, feed.replacement).detach().requires_grad_()
+        outputs = model.classify(z)
+        if client.loss == "binary" and labels.ndim == 1:
+            labels = one_hot(labels, outputs.shape[1])
+        (g,) = torch.autograd.grad(client_loss(client, outputs, labels), z)
+    return g[:, -model.vit.patch_embed.num_patches :].flatten(0, 1).double() * (
+        1.0 if seen.client is None else client.reach
+    )
+
+
+def _is_rounding(seen: Observation, held: Mapping[str, Tensor], names: Sequence[str]) -> bool:
+    """Return whether no weight moved beyond what rounding does: under decay every image gives the same then."""
+    if seen.client is None:
+        return False
+    most = _MOST_DEVIATIONS * math.sqrt(seen.client.total_steps)
+    for name in names:
+        if name == "unk_embed":
+            continue
+        decayed = (seen.gradients[name][0].double() - held[name]).abs()  # known to a float32's digits
+        if bool((held[name].abs() > most * _deviation(seen, name) + _RTOL * decayed).any()):
+            return False
+    return True
+
+
+def _deviation(seen: Observation, name: str) -> Float[Tensor, "..."]:
+    """Return the deviation that rounding gives each entry of an update of a parameter."""
+    assert seen.client is not None
+    before, u = seen.model.vit.get_parameter(name).detach(), seen.gradients[name][0]
+    return rounding_deviation(before, before - u, seen.client, u)
+
+
+def _rounding(seen: Observation, name: str) -> float:
+    """Return the rms of what rounding gives each entry of an update of a parameter; 0 of a gradient."""
+    if seen.client is None:
+        return 0.0
+    mixed = 0.0 if seen.client.autocast == "float32" else _AUTOCAST
+    return float(
+        _deviation(seen, name).square().mean().sqrt() + mixed * seen.gradients[name].double().square().mean().sqrt()
+    )
+
+
+def _relative(own: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Sequence[str] | None = None) -> float:
+    """Return ‖own − held‖ / ‖held‖ over these parameters, or all that are held."""
+    names = list(held) if names is None else names
+    off, size = _size({name: own[name] - held[name] for name in names}), _size({name: held[name] for name in names})
+    return float((off / size).nan_to_num(math.inf, math.inf))
+
+
+def _size(u: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    """Return the norm of all entries."""
+    return torch.stack([each.double().square().sum() for each in u.values()]).sum().sqrt()
+
+
+def slots_without_gradient(seen: Observation) -> Bool[Tensor, " n"]:
+    """Return the patch slots whose position embedding has no gradient."""
+    count = seen.model.vit.patch_embed.num_patches
+    if "pos_embed" not in seen.gradients:
+        return torch.zeros(count, dtype=torch.bool, device=seen.model.mean.device)
+    return (seen.gradients["pos_embed"][0, 0, -count:] == 0).all(1)

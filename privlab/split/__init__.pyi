@@ -1,0 +1,15 @@
+from .client.client import Client as Client
+from .client.client import Lost as Lost
+from .client.client import Traffic as Traffic
+from .client.learner import Learner as Learner
+from .client.loops import Trainer as Trainer
+from .client.loops import infer as infer
+from .protocol.contract import Contract as Contract
+from .protocol.contract import Refusal as Refusal
+from .protocol.security import ClientTls as ClientTls
+from .protocol.security import ServerTls as ServerTls
+from .protocol.security import make_token as make_token
+from .protocol.security import read_token as read_token
+from .server.server import Server as Server
+from .server.server import serve as serve
+from .server.session_registry import Limits as Limits

@@ -1,0 +1,188 @@
+"""The client's loops: training, with checkpoints in step with the server's and crash recovery, and inference."""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.base import PrivlabError, Progress, full_precision
+from privlab.split.client.client import Client, Lost, Patience, Remote, Traffic
+from privlab.split.client.data import Batches, Dataset
+from privlab.split.client.learner import Learner
+from privlab.split.protocol.secret import batch_draws
+from privlab.victims import hash_of
+
+CHECKPOINT = "client.safetensors"
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The result of a step."""
+
+    step: int
+    loss: float
+    hits: int
+    images: int
+    durable: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class Trainer:
+    """Trains a learner against a server.
+
+    The client keeps one checkpoint, of the last step that it knows to be durable on the server. After a crash on either
+    side, both continue from the last step that both have: no step is applied twice, and the weights are the same as
+    without the crash.
+
+    Args:
+        learner: the client's half.
+        client: the address of the server.
+        folder: the folder of the client's checkpoint, `client.safetensors`.
+        facts: plain data to keep in the checkpoint.
+        session: the id of a session to resume; empty for a new one.
+        retry_for: seconds to try again if the server does not answer.
+        tell: called with the reason when it begins to wait.
+    """
+
+    learner: Learner
+    client: Client
+    folder: Path
+    _: KW_ONLY
+    facts: dict[str, Any] = field(default_factory=dict)
+    session: str = ""
+    retry_for: float = 60.0
+    tell: Callable[[str], None] = lambda message: None
+
+    def __post_init__(self) -> None:
+        self.traffic, self._path = Traffic(), self.folder / CHECKPOINT
+        self._patience, self._saved = Patience(self.retry_for, self.tell), self.learner.step
+
+    def train(self, batches: Batches, steps: int, on_step: Callable[[StepDone], None] = lambda done: None) -> None:
+        """Train until the learner has done `steps` steps in all.
+
+        Args:
+            batches: the images and labels of each step.
+            steps: the number of steps in all, those of earlier runs included.
+            on_step: called with the result of each step.
+
+        Raises:
+            PrivlabError: if the server refuses a request, or does not answer in time.
+        """
+        while True:
+            try:
+                return self._train(batches, steps, on_step)
+            except Lost as lost:
+                self._patience.wait(lost)
+
+    def _train(self, batches: Batches, steps: int, on_step: Callable[[StepDone], None]) -> None:
+        learner, id_, saved = self.learner, self.session, self._saved
+        known = sorted({learner.step, saved}, reverse=True)
+        weights = learner.initial_weights() if learner.contract.own_weights and 0 in known else None
+        session = self.client.session(
+            learner.contract, session=id_, steps=known, saved=saved, weights=weights, traffic=self.traffic
+        )
+        with full_precision(), session as remote:
+            self._begin(remote)
+            while learner.step < steps:
+                on_step(self._step(remote, batches))
+            remote.save()
+            if remote.durable == learner.step != self._saved:
+                self._save(remote)
+                remote.save()  # tells the server that it may remove its older checkpoint
+
+    def _begin(self, remote: Remote) -> None:
+        """Restore the step after which the server continues."""
+        self._patience.reset()
+        learner = self.learner
+        if remote.step != learner.step:
+            learner.restore(self._path)
+        if remote.step == 0 and not learner.contract.own_weights:
+            self._check_same_weights(remote)
+        if remote.id != self.session:
+            self.session = remote.id
+            self._save(remote)
+
+    def _step(self, remote: Remote, batches: Batches) -> StepDone:
+        began, learner = time.perf_counter(), self.learner
+        step = learner.step + 1
+        images, labels = batches[step]
+        features = learner.begin(images, labels)
+        gradient = learner.grade(remote.forward(step, features))
+        learner.finish(remote.backward(step, gradient))
+        if remote.durable == step:
+            self._save(remote)
+        self._patience.reset()
+        seconds = time.perf_counter() - began
+        loss, hits = float(learner.losses[-1]), int(learner.hits[-1])
+        return StepDone(step, loss, hits, len(images), remote.durable, seconds)
+
+    def _save(self, remote: Remote) -> None:
+        self.learner.save(self._path, self.facts | {"session": self.session})
+        remote.saved = self._saved = self.learner.step
+
+    def _check_same_weights(self, remote: Remote) -> None:
+        ours = hash_of(self.learner.backbone().state_dict())
+        if ours != remote.weights_sha256:
+            raise PrivlabError(
+                "The server's backbone has other weights than this client's model (another --weights, --seed or "
+                "--img-size?). Give both the same, or send them along with --upload."
+            )
+
+
+def infer(
+    learner: Learner,
+    client: Client,
+    data: Dataset,
+    *,
+    session: str = "",
+    traffic: Traffic | None = None,
+    retry_for: float = 60.0,
+    tell: Callable[[str], None] = lambda message: None,
+    progress: Progress = lambda done, total: None,
+) -> Float[Tensor, "n y"]:
+    """Return the class probabilities of each image, computed by the learner and the T of a session.
+
+    Permutations and noise are drawn anew from the operating system's CSPRNG; P_C is the learner's.
+
+    Args:
+        learner: the client's half, after as many steps as the session's T.
+        client: the address of the server.
+        data: the n images.
+        session: the id of the training session whose T is used; empty for the initial T.
+        traffic: counts the messages.
+        retry_for: seconds to try again if the server does not answer.
+        tell: called with the reason when it begins to wait.
+        progress: called with the number of images answered and that of all images.
+
+    Raises:
+        PrivlabError: if the server refuses a request, or does not answer in time.
+    """
+    patience = Patience(retry_for, tell)
+    contract, step = learner.contract, learner.step
+    weights = learner.initial_weights() if contract.own_weights and step == 0 else None
+    while True:
+        opened = client.session(contract, session=session, steps=[step], saved=step, weights=weights, traffic=traffic)
+        try:
+            with full_precision(), opened as remote:
+                patience.reset()
+                return _answers(learner, remote, data, progress)
+        except Lost as lost:
+            patience.wait(lost)
+
+
+def _answers(learner: Learner, remote: Remote, data: Dataset, progress: Progress) -> Float[Tensor, "n y"]:
+    fresh, size, answers = secrets.token_hex(32), learner.contract.max_batch, []
+    for start in range(0, len(data), size):
+        images = data.pixels(slice(start, start + size))
+        with torch.no_grad():
+            sent = learner.send(images, batch_draws(learner.secret, start, len(images), fresh))
+        answers.append(learner.predict(remote.infer(sent.features), sent).cpu())
+        progress(start + len(images), len(data))
+    return torch.cat(answers)
