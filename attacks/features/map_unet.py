@@ -30,8 +30,8 @@ class MapUNet(Trained):
     """Train f_φ on min E ‖x̂(z) + f_φ(x̂(z), x̂₀(z)) − x‖² over public images x and what the client sends of them, z.
 
     Idea: The best formulas for noise and for photographs leave errors, which look similar from image to
-    image. The adversary has the client's part of the model. With it, it computes noisy features of its own
-    images and inverts them. It trains a network to correct these images, and applies it to the client's images.
+    image. The adversary computes noisy features of its own images with the client's part of the model, and
+    inverts them. It trains a network to correct these images, and applies it to the client's images.
 
     Steps: invert own noisy releases → train a U-Net on the errors → correct the image of the client
 
