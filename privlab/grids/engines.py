@@ -2,21 +2,23 @@
 
 import contextlib
 import importlib
-import multiprocessing
 import os
-import signal
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from multiprocessing.process import BaseProcess
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from loky import ProcessPoolExecutor
+from loky.backend import get_context
+from loky.process_executor import TerminatedWorkerError
 
 from privlab.base import PrivlabError, core_count
 from privlab.grids.engine import Engine
@@ -24,6 +26,9 @@ from privlab.grids.tasks import Result, Task, run_task
 
 _MOST_FAILURES = 3
 """Deaths of workers in a row, with no task finished in between, or unanswered calls of the head, that end a run."""
+
+_START = "loky"
+"""How workers are started: as new interpreters, without running the user's script again."""
 
 _HEARTBEAT = 5.0  # seconds between two checks of a Ray cluster's head, and the longest that it may take to answer
 
@@ -48,93 +53,78 @@ def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object
 
 def _in_processes(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
     """Run tasks in worker processes; when one dies, new ones take what was not finished."""
-    left, deaths = list(tasks), 0
+    left, deaths = dict(enumerate(tasks)), 0
     while left:
-        finished: set[int] = set()
         try:
             for number, result in _one_pool(left, engine):
-                finished.add(number)
+                del left[number]
                 deaths = 0
                 yield result
-        except BrokenProcessPool as error:
-            deaths += 1
+        except TerminatedWorkerError as error:
+            deaths, how = deaths + 1, _how_it_died(str(error))
             if deaths == _MOST_FAILURES:
                 raise PrivlabError(
-                    f"Workers died {deaths} times in a row; the last one {error}. What was finished is kept."
+                    f"Workers died {deaths} times in a row; the last one {how}. What was finished is kept."
                 ) from None
-            say(f"A worker died: it {error}. What it had begun is run again.")
-        left = [task for number, task in enumerate(left) if number not in finished]
+            say(f"A worker died: it {how}. What it had begun is run again.")
 
 
-def _one_pool(tasks: Sequence[Task], engine: Engine) -> Iterator[tuple[int, Result]]:
+def _one_pool(tasks: Mapping[int, Task], engine: Engine) -> Iterator[tuple[int, Result]]:
     """Yield (number, result) from one pool of processes, until it is done or breaks.
 
     Raises:
-        BrokenProcessPool: if a worker dies; it says how, as what follows "the worker".
+        TerminatedWorkerError: if a worker dies.
     """
-    context = multiprocessing.get_context("spawn")
+    context = get_context(_START)
     count = min(engine.workers, len(tasks))
     names = context.SimpleQueue()
     for name in range(count):
         names.put(name)
-    waiting = iter(enumerate(tasks))
-    pool = ProcessPoolExecutor(count, context, _begin, (names, engine.workers))
+    pool = ProcessPoolExecutor(
+        count, context=context, initializer=_begin, initargs=(names, engine.workers, os.getpid())
+    )
+    waiting = iter(list(tasks.items()))
     running: dict[Future[Result], int] = {}
     try:
         while True:
-            for number, task in waiting:  # only a few ahead, so that no worker waits and a million tasks are not queued
+            for number, task in islice(waiting, 2 * count - len(running)):  # a few ahead, so that no worker waits
                 running[pool.submit(_work, task)] = number
-                if len(running) >= 2 * count:
-                    break
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                try:
-                    result = future.result()
-                except BrokenProcessPool:
-                    raise BrokenProcessPool(_how_it_died((pool._processes or {}).values())) from None
-                yield running.pop(future), result
-    finally:
-        processes = list((pool._processes or {}).values())
-        pool.shutdown(wait=not running, cancel_futures=True)
-        for process in processes if running else ():  # an interrupted run does not wait for its workers
-            process.kill()
+                yield running.pop(future), future.result()
+    finally:  # an interrupted run does not wait for its workers
+        pool.shutdown(wait=not running, kill_workers=bool(running))
 
 
-def _how_it_died(workers: Iterable[BaseProcess]) -> str:
-    """Return how the first of a pool's workers ended; the pool ends the others by SIGTERM."""
-    codes = []
-    for worker in list(workers):
-        worker.join(_HEARTBEAT)
-        codes.append(worker.exitcode)
-    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), None)
-    if code is None:
+def _how_it_died(error: str) -> str:
+    """Return how a pool's workers ended, from loky's error, which has their exit codes as "{SIGKILL(-9)}"."""
+    codes = re.search(r"\{(\w.*)\}", error)
+    if codes is None:
         return "ended for a reason that the system does not tell"
-    if code > 0:
-        return f"ended with exit status {code}, and its standard error says more"
-    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-    if name == "SIGKILL":
+    if "SIGKILL" in codes[1]:
         return "was killed by SIGKILL: by somebody, or by the system if memory ran out (then use fewer --workers)"
-    return f"was ended by {name}"
+    status = re.sub(r"EXIT\((\d+)\)", r"exit status \1", codes[1])
+    return f"ended with {status}, and its standard error says more"
 
 
 _DEVICE: list[str] = []
 
 
-def _begin(names: Any, workers: int) -> None:  # noqa: ANN401
+def _begin(names: Any, workers: int, parent: int) -> None:  # noqa: ANN401
     """Give a new worker its share of the processor's threads, and its GPU."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(max(1, core_count() // workers))
     name = names.get()
     gpus = torch.cuda.device_count()
     _DEVICE[:] = [f"cuda:{name % gpus}"] if gpus else []
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """End this worker when its parent process is killed; otherwise it would wait for tasks for ever."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(parent).wait()
+    os._exit(1)
 
 
 def _work(task: Task) -> Result:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -164,12 +163,11 @@ def test_searches_of_several_images_have_a_process_for_each_thread(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning", "ignore:`fork` start method")
 def test_two_workers_make_the_same_records(
     attack: Callable[..., Any], records: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forking = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
+    monkeypatch.setattr("privlab.grids.engines._START", "fork")
     attack(*SEARCH)
     alone = records()
     attack(*SEARCH, "--workers", "2", "--overwrite")

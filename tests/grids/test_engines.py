@@ -22,7 +22,7 @@ from privlab.stores import RunDirectory, Store
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning", "ignore:`fork` start method"),
 ]
 
 CASES = """
@@ -53,8 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, written: Any, done: Any) -> 
 @pytest.fixture
 def fork(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers be copies of this process, which has all loaded, and what a test has changed."""
-    forking = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
+    monkeypatch.setattr("privlab.grids.engines._START", "fork")
 
 
 @pytest.mark.usefixtures("fork")

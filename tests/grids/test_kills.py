@@ -63,7 +63,7 @@ def mortal(path: Path, moment: int, die: Death) -> None:
 def with_mortal_workers(path: Path, moment: int, die: Death | None) -> None:
     """Let workers be forked; at a task, one of them dies, or they and this process do as `mortal` says."""
     forking, run_task, owner = multiprocessing.get_context("fork"), engines.run_task, os.getpid()
-    multiprocessing.get_context = lambda method=None: forking
+    engines._START = "fork"
     left = forking.Value("i", moment)
     if die is not None:
         mortal(path, 2 * moment, lambda: os.getpid() == owner and die())  # workers have counters of their own

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -272,10 +271,9 @@ def test_shards_that_are_merged_are_the_whole(cli: Any, finished: Any, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning", "ignore:`fork` start method")
 def test_workers(cli: Any, finished: Any, tmp_path: Path, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forking = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
+    monkeypatch.setattr("privlab.grids.engines._START", "fork")
     said = cli("table", finished[0], "--out", tmp_path / "run", *CPU, "--workers", 2, "--chunk", 2)
     assert said.status == 0
     assert said.err.count(" of 8: ") == 8

@@ -333,8 +333,8 @@ def test_the_extra_is_named_where_it_is_missing(cli: Any, token: Path, monkeypat
     missing = {"grpc"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find_spec(name))
     assert "needs the extra: pip install 'privlab[split]'" in cli("serve", "--token-file", token).error
-    missing = {"cryptography"}
-    assert "Making certificates needs cryptography" in cli("certificate", "certs").error
+    missing = {"trustme"}
+    assert "Making certificates needs trustme" in cli("certificate", "certs").error
 
 
 @pytest.mark.parametrize("command", ["serve", "train", "infer", "certificate"])

@@ -11,7 +11,7 @@ from privlab.base import PrivlabError
 from privlab.split.client.client import Lost, Rebuffed
 from privlab.split.protocol.security import ClientTls, ServerTls
 
-pytest.importorskip("cryptography", reason="needs cryptography to make certificates")
+pytest.importorskip("trustme", reason="needs trustme to make certificates")
 
 
 @pytest.fixture(scope="session")

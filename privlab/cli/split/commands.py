@@ -210,8 +210,8 @@ def infer(context: click.Context, as_json: bool, run: Path | None, **options: An
 @shared.common
 def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -> None:
     """Make an authority with certificates for a server and a client in FOLDER, to try TLS out."""
-    if importlib.util.find_spec("cryptography") is None:
-        raise PrivlabError("Making certificates needs cryptography: pip install 'privlab[split]'.")
+    if importlib.util.find_spec("trustme") is None:
+        raise PrivlabError("Making certificates needs trustme: pip install 'privlab[split]'.")
     from privlab.split.protocol.certificate import make_certificates
 
     paths = make_certificates(folder, host, float(days))
