@@ -2,25 +2,23 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from PIL import Image
 from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
-from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
 import privlab
 from privlab.base import PrivlabError, parse_toml, read_text, unknown_name
 from privlab.evaluation import (
-    COLUMNS,
     CONTROL,
     GEOMETRIES,
     SCHEMA,
@@ -32,7 +30,7 @@ from privlab.evaluation import (
     score_images,
 )
 from privlab.grids.definition import KNOWN
-from privlab.images import ImageSource, NamedImage, Preprocessing, as_text, open_images, to_png
+from privlab.images import NamedImage, Preprocessing, as_text, open_images, to_png
 from privlab.metrics import METRICS, Learned, LpipsUnavailable
 from privlab.stores import RunDirectory, Store, differs, merge_records, part_frame
 
@@ -40,7 +38,8 @@ _KEYS = ("reference", "case", "attack", "setting", "scores", "reconstructions", 
 _NEEDED_KEYS = ("reference", "case", "attack")
 _RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
-_BATCH = 32
+_NO_RECONSTRUCTION = "There is no reconstruction of that name."
+_NO_IMAGE = "There is no private image of that name."
 
 
 def add_external(directory: Path, file: Path) -> int:
@@ -58,9 +57,9 @@ def add_external(directory: Path, file: Path) -> int:
     run = RunDirectory(directory)
     stated = _Stated.read(file, run)
     scores = {name: float(value) for name, value in stated.given.get("scores", {}).items()}
-    rows = [stated.row(scores)] if scores else list(_scored(stated, run))
+    rows = [stated.row(scores)] if scores else _scored(stated, run)
     new = list(_new(rows, run.store))
-    run.store.add(pa.Table.from_pylist(new, schema=COLUMNS))
+    run.write_records(new)
     return len(new)
 
 
@@ -96,7 +95,10 @@ class _Stated:
             raise PrivlabError(f"{file}: {unknown_name('case', name, places)}")
         jobs = facts["cases"][places[name]]["jobs"]
         stated: dict[str, Any] = dict(jobs[0]["specification"])
+        if not isinstance(stated["defense"], str):  # instances, whose classes may not be here
+            stated |= {"defense": "auto", "release": jobs[0]["released"]}
         stated = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
+        stated["attacks"] = None
         spec = Specification(**stated)
         data.setdefault("setting", spec.settings[0])
         if "reconstructions" in data and data["setting"] == "b":
@@ -170,123 +172,103 @@ def _check_score(file: Path, name: str, value: object) -> None:
         raise PrivlabError(f"{file}: {name} must be in [{low:g}, {high:g}]. Found {value:g}.")
 
 
-def _scored(stated: _Stated, run: RunDirectory) -> Iterator[Record]:
-    """Yield a record for each private image and each reconstruction: scored, or failed with its reason."""
+def _scored(stated: _Stated, run: RunDirectory) -> list[Record]:
+    """Return a record for each private image and each reconstruction: scored, or failed with its reason.
+
+    PNGs are kept of images of which the run has some already.
+    """
     folder, images = stated.file.parent, stated.given["images"]
-    theirs = _Folder.open(folder / stated.given["reconstructions"])
-    private = _Folder.open(images if images == "samples" else folder / images)
-    scorer = _Scorer(stated, run)
-    both = [stem for stem in private.places if stem in theirs.places]
-    if not both:
-        stems = f"'{next(iter(theirs.places))}' … and '{next(iter(private.places))}' …"
-        raise PrivlabError(f"{stated.file}: no reconstruction has the name of a private image. Found {stems}.")
-    for start in range(0, len(both), _BATCH):
-        yield from scorer([(private.at(stem), theirs.at(stem)) for stem in both[start : start + _BATCH]])
-    for stem in private.places.keys() - theirs.places.keys():
-        yield scorer.failed(private.at(stem), "There is no reconstruction of that name.")
-    for stem in theirs.places.keys() - private.places.keys():
-        yield scorer.failed(replace(theirs.at(stem), sha256=""), "There is no private image of that name.")
-
-
-@dataclass(frozen=True, eq=False)
-class _Folder:
-    """Images by their stems."""
-
-    source: ImageSource
-    places: Mapping[str, int]
-
-    @classmethod
-    def open(cls, source: str | Path) -> "_Folder":
-        if source != "samples" and not Path(source).is_dir():
-            raise PrivlabError(f"'{source}' is not a folder of images.")
-        opened, places = open_images(source), {}
-        names = opened.names or ()
-        for place, name in enumerate(names):
-            if places.setdefault(Path(name).stem, place) != place:
-                first = names[places[Path(name).stem]]
-                raise PrivlabError(f"'{source}' has two images of one name: '{first}' and '{name}'.")
-        return cls(opened, places)
-
-    def at(self, stem: str) -> NamedImage:
-        return self.source.pick([self.places[stem]])[0]
-
-
-@dataclass(frozen=True, eq=False)
-class _Scorer:
-    """Scores reconstructions by the metrics of the case; PNGs are kept of images of which the run has some already."""
-
-    stated: _Stated
-    run: RunDirectory
-
-    def __call__(self, pairs: Sequence[tuple[NamedImage, NamedImage]]) -> Iterator[Record]:
-        height, width = self.preprocessing.size
-        fine: list[tuple[NamedImage, Tensor, Tensor]] = []
-        for private, theirs in pairs:
-            if (problem := private.problem or theirs.problem) is not None:
-                yield self.failed(private, problem)
-            elif theirs.pixels is not None and theirs.pixels.size != (width, height):
-                found = f"{theirs.pixels.width}×{theirs.pixels.height}"
-                yield self.failed(private, f"The reconstruction has {found} pixels; the victim takes {width}×{height}.")
-            elif private.pixels is not None and theirs.pixels is not None:
-                fine.append((private, self.preprocessing(private.pixels), to_tensor(theirs.pixels)))
-        if not fine:
-            return
-        named, ours, reconstructions = zip(*fine, strict=True)
-        scores = score_images(torch.stack(reconstructions), torch.stack(ours), self.metrics, self.learned)
-        wrong = scores.pop("levels_wrong")
-        for i, private in enumerate(named):
-            own = {name: values[i] for name, values in scores.items()}
-            row = self.stated.row(own, levels_wrong=wrong[i], **self._of(private))
-            folder = f"pictures/{private.sha256[:16]}"
-            if (self.run.path / folder).is_dir():
-                self.run.write_file(f"{folder}/{row['cell']}.png", to_png(reconstructions[i]))
-            yield row
-
-    def failed(self, image: NamedImage, reason: str) -> Record:
-        return self.stated.row({}, **self._of(image), status="failed", reason=reason)
-
-    def _of(self, image: NamedImage) -> Record:
-        return {"image": as_text(image.name), "image_sha256": image.sha256, "victim_params": self.params}
-
-    @cached_property
-    def params(self) -> str:
-        """Return what the records of the case say of its victim."""
-        table = self.run.store.read(["cell", "victim_params"])
-        own = table.filter(pc.field("cell").cast(pa.string()).isin(sorted(self.stated.cells)))
-        if not len(own):
-            raise PrivlabError(
-                f"{self.stated.file}: case '{self.stated.given['case']}' has no records yet, which say how large its "
-                "images are. Run `privlab table` first."
-            )
-        return own["victim_params"][0].as_py()
-
-    @cached_property
-    def preprocessing(self) -> Preprocessing:
-        """Return the victim's preprocessing; crop and interpolation are those that timm states for its architecture."""
-        params = json.loads(self.params)
-        known = get_pretrained_cfg(params["architecture"])
-        config = resolve_data_config({"input_size": tuple(params["input"])}, known.to_dict() if known else {})
-        return Preprocessing(
-            size=tuple(params["input"][1:]),
-            mean=tuple(params["mean"]),
-            std=tuple(params["std"]),
-            crop_pct=config["crop_pct"],
-            interpolation=config["interpolation"],
+    theirs = _by_stem(folder / stated.given["reconstructions"])
+    private = _by_stem(images if images == "samples" else folder / images)
+    params = _victim_params(stated, run)
+    cut = preprocessing_of(json.loads(params))
+    learned = _learned(stated)
+    metrics = [name for name in stated.metrics if METRICS[name].function is not None or name in learned]
+    if not theirs.keys() & private.keys():
+        raise PrivlabError(
+            f"{stated.file}: no reconstruction has the name of a private image. Found '{next(iter(theirs))}' … and "
+            f"'{next(iter(private))}' …."
         )
 
-    @cached_property
-    def learned(self) -> dict[str, Learned]:
-        """Load those of the case's metrics with trained weights whose weights are on this machine."""
-        spec, found = self.stated.spec, {}
-        weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
-        for name in self.stated.metrics:
-            with suppress(LpipsUnavailable):
-                found[name] = learned_metric(name, weights, spec.embedding, torch.device("cpu"))
-        return {name: metric for name, metric in found.items() if metric is not None}
+    def row(image: NamedImage, scores: Mapping[str, float | None], **more: Any) -> Record:  # noqa: ANN401
+        own = {"image": as_text(image.name), "image_sha256": image.sha256, "victim_params": params}
+        return stated.row(scores, **own, **more)
 
-    @cached_property
-    def metrics(self) -> list[str]:
-        return [name for name in self.stated.metrics if METRICS[name].function is not None or name in self.learned]
+    rows: list[Record] = []
+    for stem, read in private.items():
+        image = read()
+        made = theirs[stem]() if stem in theirs else NamedImage("", "", None, problem=_NO_RECONSTRUCTION)
+        reason = image.problem or made.problem or _of_other_size(made, cut)
+        if reason is not None or image.pixels is None or made.pixels is None:
+            rows.append(row(image, {}, status="failed", reason=reason))
+            continue
+        found = to_tensor(made.pixels)
+        values = score_images(found[None], cut(image.pixels)[None], metrics, learned)
+        scores = {name: value for name, (value,) in values.items()}
+        rows.append(row(image, {name: scores[name] for name in metrics}, levels_wrong=scores["levels_wrong"]))
+        pictures = f"pictures/{image.sha256[:16]}"
+        if (run.path / pictures).is_dir():
+            run.write_file(f"{pictures}/{rows[-1]['cell']}.png", to_png(found))
+    strangers = [replace(read(), sha256="") for stem, read in theirs.items() if stem not in private]
+    return [*rows, *(row(image, {}, status="failed", reason=_NO_IMAGE) for image in strangers)]
+
+
+def _by_stem(source: str | Path) -> dict[str, Callable[[], NamedImage]]:
+    """Return what reads each image of a folder, by the image's stem."""
+    if source != "samples" and not Path(source).is_dir():
+        raise PrivlabError(f"'{source}' is not a folder of images.")
+    images, found = open_images(source), dict[str, Callable[[], NamedImage]]()
+    names: dict[str, str] = {}
+    for place, name in enumerate(images.names or ()):
+        if (first := names.setdefault(Path(name).stem, name)) != name:
+            raise PrivlabError(f"'{source}' has two images of one name: '{first}' and '{name}'.")
+        found[Path(name).stem] = lambda place=place: images.pick([place])[0]
+    return found
+
+
+def _of_other_size(image: NamedImage, cut: Preprocessing) -> str | None:
+    """Return why a reconstruction cannot be compared: its size is not that of the victim's input."""
+    height, width = cut.size
+    if not isinstance(image.pixels, Image.Image) or image.pixels.size == (width, height):
+        return None
+    return (
+        f"The reconstruction has {image.pixels.width}×{image.pixels.height} pixels; the victim takes {width}×{height}."
+    )
+
+
+def _victim_params(stated: _Stated, run: RunDirectory) -> str:
+    """Return what the records of the case say of its victim."""
+    table = run.store.read(["cell", "victim_params"])
+    own = table.filter(pc.field("cell").cast(pa.string()).isin(sorted(stated.cells)))
+    if not len(own):
+        raise PrivlabError(
+            f"{stated.file}: case '{stated.given['case']}' has no records yet, which say how large its images are. Run "
+            "`privlab table` first."
+        )
+    return own["victim_params"][0].as_py()
+
+
+def preprocessing_of(params: Mapping[str, Any]) -> Preprocessing:
+    """Return a victim's preprocessing; crop and interpolation are those that timm states for its architecture.
+
+    Args:
+        params: what `Victim.params` returned.
+    """
+    known = get_pretrained_cfg(params["architecture"])
+    config = resolve_data_config({"input_size": tuple(params["input"])}, known.to_dict() if known else {})
+    size, mean, std = (tuple(params[name]) for name in ("input", "mean", "std"))
+    return Preprocessing(size[1:], mean, std, crop_pct=config["crop_pct"], interpolation=config["interpolation"])
+
+
+def _learned(stated: _Stated) -> dict[str, Learned]:
+    """Load those of the case's metrics with trained weights whose weights are on this machine."""
+    spec, found = stated.spec, dict[str, Learned]()
+    weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
+    for name in stated.metrics:
+        with suppress(LpipsUnavailable):
+            metric = learned_metric(name, weights, spec.embedding, torch.device("cpu"))
+            found |= {} if metric is None else {name: metric}
+    return found
 
 
 def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:

@@ -16,8 +16,8 @@ from PIL import Image
 
 from privlab.base import PrivlabError
 from privlab.grids import Experiment, add_external, case_names
-from privlab.grids.external import _Scorer, _Stated
-from privlab.images import Preprocessing, read_image, to_png
+from privlab.grids.external import _Stated, preprocessing_of
+from privlab.images import read_image, to_png
 from privlab.metrics import METRICS, LpipsUnavailable, score
 from privlab.report.tables import Results, load_results
 from privlab.report.tables.leakage import leakage
@@ -461,13 +461,6 @@ def test_the_preprocessing_is_the_victims_own(name: str, size: int | None) -> No
 def test_a_model_that_timm_does_not_know_is_preprocessed_by_its_defaults(tiny_vit: Callable[..., Any]) -> None:
     base = victim(tiny_vit().float())
     assert preprocessing_of(base.params()) == base.preprocessing
-
-
-def preprocessing_of(params: dict[str, object]) -> Preprocessing:
-    """Return what is made of a record's `victim_params`."""
-    scorer = _Scorer.__new__(_Scorer)
-    scorer.__dict__["params"] = json.dumps(params)
-    return scorer.preprocessing
 
 
 def test_lpips_is_scored_where_its_backbone_is(
