@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from privlab.api.steps import Features, Gradient, Update, observe, score
+    from privlab.api.whole import attack
     from privlab.base import PrivlabError
     from privlab.images import open_images
-    from privlab.release import observe
     from privlab.release.capture import capture, capture_update
-    from privlab.runs.attack import attack
+    from privlab.report.run import Run, load
+    from privlab.threat import Client
     from privlab.victims import Victim, victim
 
-__all__ = ["PrivlabError", "Victim", "__version__", "attack", "capture", "capture_update", "observe"]
-__all__ += ["open_images", "victim"]
+__all__ = ["Client", "Features", "Gradient", "PrivlabError", "Run", "Update", "Victim", "__version__", "attack"]
+__all__ += ["capture", "capture_update", "load", "observe", "open_images", "score", "victim"]
 
 __version__ = version("privlab")
 
@@ -29,12 +31,14 @@ if not Path(__file__).with_name("attacks").is_dir():
         "'git clone -c core.symlinks=true', on Windows in developer mode, and install from that clone."
     )
 
-_HOME = {
+_HOME: dict[str, str] = dict.fromkeys(("Features", "Gradient", "Update", "observe", "score"), "privlab.api.steps")
+_HOME |= dict.fromkeys(("Run", "load"), "privlab.report.run")
+_HOME |= {
+    "attack": "privlab.api.whole",
+    "Client": "privlab.threat.client",
     "PrivlabError": "privlab.base.errors",
     "capture": "privlab.release.capture",
     "capture_update": "privlab.release.capture",
-    "attack": "privlab.runs.attack",
-    "observe": "privlab.release.gradients",
     "open_images": "privlab.images.open",
     "Victim": "privlab.victims.named",
     "victim": "privlab.victims.named",

@@ -4,6 +4,8 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import timm
@@ -179,7 +181,8 @@ def _of_transformers(name: str, classes: int) -> nn.Module:
 
 def _attacked(attack: str, spec: Specification, vit: nn.Module, values: int) -> dict[str, Any]:
     """Return how an attack did, over all photographs of so many values each."""
-    frame: Any = execute(spec, own=vit).records
+    with TemporaryDirectory() as folder:
+        frame: Any = execute(spec, Path(folder, "run"), own=vit).records
     placed = frame[(frame.geometry == "in_place") & (frame.status == "ok")]
     mine, flat = (placed[placed.attack == name].psnr for name in (attack, "control:flat"))
     if not len(mine):

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pandas as pd
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
@@ -75,7 +76,7 @@ def _scores(of: Track, base: Victim, made: Tensor, private: NamedImage) -> dict[
 
 def _image(path: Path, shape: tuple[int, ...]) -> Tensor:
     (image,) = open_images(path)
-    if image.pixels is None:
+    if not isinstance(image.pixels, Image.Image):
         raise PrivlabError(f"'{path}' cannot be read as an image: {image.problem}")
     if (image.pixels.height, image.pixels.width) != shape[1:]:
         found = f"{image.pixels.width}×{image.pixels.height}"

@@ -4,7 +4,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +237,7 @@ class Measurement:
     def _directory(self, spec: Specification, name: str) -> Path:
         """Return the directory of a run, by the hash of all that makes it."""
         assert self.out is not None
-        text = json.dumps([asdict(spec), name], sort_keys=True, default=str)
+        text = json.dumps([spec.stated(), name], sort_keys=True, default=str)
         return self.out / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _run(self, spec: Specification, part: str, wanted: Sequence[str] | None = None) -> pd.DataFrame:
@@ -247,8 +247,8 @@ class Measurement:
                 path = (Path(temporary) if self.out is None else self.out.absolute()) / f"{name}.csv"
                 source = write_manifest(part, self.how.folder, path, each.attacked)
                 whole = replace(spec, images=(source,), manifest=str(path))
-                directory = self._directory(spec, name) if written else None
-                done = execute(whole, out=directory, strips=written and part == BUNDLED, engine=self.engine)
+                directory = self._directory(spec, name) if written else Path(temporary, "run")
+                done = execute(whole, directory, strips=written and part == BUNDLED, engine=self.engine)
             found.append(done.records.loc[done.records.image_sha256.isin(each.counted)])
         records = pd.concat(found, ignore_index=True)
         return records.assign(image=[names[sha] for sha in records.image_sha256])

@@ -16,6 +16,7 @@ from .controls import Controls as Controls
 from .names import SETTINGS as SETTINGS
 from .names import check_names as check_names
 from .names import known_names as known_names
+from .own import completed as completed
 from .pipeline import Evaluator as Evaluator
 from .pipeline import Panel as Panel
 from .pipeline import Scored as Scored
@@ -45,5 +46,7 @@ from .setup import victim_of as victim_of
 from .specification import Specification as Specification
 from .specification import admissions as admissions
 from .specification import default_attacks as default_attacks
+from .specification import defense_kind as defense_kind
 from .specification import defense_of as defense_of
+from .specification import name_of as name_of
 from .specification import reassembly_of as reassembly_of

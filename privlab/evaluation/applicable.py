@@ -3,9 +3,15 @@
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, first, warn
-from privlab.evaluation.specification import Specification, attack_of, default_attacks, defense_of
+from privlab.evaluation.specification import (
+    Specification,
+    attack_kind,
+    attack_of,
+    default_attacks,
+    defense_of,
+    name_of,
+)
 from privlab.release import (
     AnyDefense,
     effects_of,
@@ -109,11 +115,11 @@ def applicable(
     groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
-    for name, kind in _candidates(spec, effects_of(base.model, defense), Stack(defense).mixes_images).items():
+    for name, given in _candidates(spec, effects_of(base.model, defense), Stack(defense).mixes_images).items():
         running = {attack.name for group in groups.values() for attack in group.attacks}
-        if spec.attacks is None and not stand_ins and stands_in(kind, running):
+        if spec.attacks is None and not stand_ins and stands_in(attack_kind(given), running):
             continue
-        attack = attack_of(name, spec)
+        attack = attack_of(given, spec)
         try:
             home = _home(attack, spec, base, defense, groups)
         except PrivlabError as refusal:
@@ -129,12 +135,12 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
     return any(name in running for name in attack_declarations(attack).stands_in_for)
 
 
-def _candidates(spec: Specification, effects: Effects, mixes: bool) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or else those of this release, client, defense (its effects) and effort."""
+def _candidates(spec: Specification, effects: Effects, mixes: bool) -> dict[str, str | Attack | FeatureAttack]:
+    """Return the attacks that are given, or else those of this release, client, defense (its effects) and effort."""
     if spec.attacks is not None:
-        return {name: installed_attacks()[name] for name in spec.attacks}
+        return {name_of(attack): attack for attack in spec.attacks}
     return {
-        name: kind
+        name: name
         for name, kind in default_attacks(spec.effort).items()
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)

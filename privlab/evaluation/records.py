@@ -16,7 +16,13 @@ from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.names import GEOMETRIES, check_names
-from privlab.evaluation.specification import Specification, defense_of, part_of, reassembly_of
+from privlab.evaluation.specification import (
+    Specification,
+    defense_of,
+    options_stated,
+    part_of,
+    reassembly_of,
+)
 from privlab.images import NamedImage, as_text, one_line
 from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
@@ -100,12 +106,12 @@ def check_geometry(geometry: str, spec: Specification) -> None:
         PrivlabError: if the geometry is unknown, or there is nothing to re-assemble.
     """
     check_names("geometry", [geometry])
-    shuffled = any(name == "auto" or kinds_of(part_of(name, spec)) & {"shuffled", "masked"} for name in spec.parts)
+    shuffled = any(part == "auto" or kinds_of(part_of(part, spec)) & {"shuffled", "masked"} for part in spec.parts)
     if geometry == GEOMETRIES[2] and ("c" not in spec.settings or spec.features_released or not shuffled):
         release = "features" if spec.features_released else "gradients"
         raise PrivlabError(
             "Geometry 'reassembled' is for setting c, released gradients and a defense that shuffles patches. "
-            f"Found setting {','.join(spec.settings)}, {release} and defense {spec.defense}."
+            f"Found setting {','.join(spec.settings)}, {release} and defense {spec.defense_name}."
         )
 
 
@@ -193,7 +199,7 @@ class Rows:
 
     def _of_attack(self, setting: str, attack: Attack | FeatureAttack, group: AttackGroup) -> Record:
         block = None if self.spec.features_released else group.victim.block
-        return self._stated(setting, attack.name, block, json.dumps(asdict(attack)))
+        return self._stated(setting, attack.name, block, json.dumps(options_stated(attack)))
 
     def _params(self, setting: str) -> dict[str, Any]:
         """Return the options of the defenses; where gradients are of one image, the jigsaw's `per` is left out.
@@ -201,7 +207,8 @@ class Rows:
         It has no effect there, and these cells keep the keys that they had before there was a choice.
         """
         stack = self.defenses[setting]
-        params = stack.params()
+        each = {part.name: options_stated(part) for part in stack.parts}
+        params = each[stack.name] if len(stack.parts) == 1 else each
         for part in stack.parts if self.spec.together is None else ():
             if isinstance(part, Jigsaw):
                 own: Any = params if len(stack.parts) == 1 else params[part.name]

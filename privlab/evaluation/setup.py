@@ -136,12 +136,12 @@ def _check_enough(source: ImageSource, spec: Specification) -> None:
     )
 
 
-def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
-    return sources[0] if len(sources) == 1 else sources
+def _one_or_all(sources: tuple[str, ...] | ImageSource) -> str | tuple[str, ...] | ImageSource:
+    return sources[0] if isinstance(sources, tuple) and len(sources) == 1 else sources
 
 
 def public_images(
-    public: tuple[str, ...],
+    public: tuple[str, ...] | ImageSource,
     limit: int,
     preprocessing: Preprocessing,
     device: torch.device,
@@ -160,9 +160,10 @@ def public_images(
         PrivlabError: if no photograph can be read.
     """
     source = open_images(_one_or_all(public), limit=limit, bit_depth=bit_depth)
-    images = {image.sha256: preprocessing(image.pixels).to(device) for image in source if image.pixels}
+    images = {image.sha256: preprocessing(image.pixels).to(device) for image in source if image.pixels is not None}
     if not images:
-        raise PrivlabError(f"--public needs one readable image or more. Found none in {', '.join(public)}.")
+        found = ", ".join(public) if isinstance(public, tuple) else public.description
+        raise PrivlabError(f"--public needs one readable image or more. Found none in {found}.")
     return images
 
 

@@ -1,5 +1,6 @@
 """The specification of a run, and the defenses that it names."""
 
+import json
 import shlex
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -9,20 +10,19 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.evaluation.names import EFFORTS, WORST_CASE, check_names, check_stated, client_options
-from privlab.images import check_bit_depth, check_choice
+from privlab.evaluation.own import source_sha256
+from privlab.images import ImageSource, check_bit_depth, check_choice
 from privlab.metrics.names import LPIPS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
-from privlab.release import contradictions
+from privlab.release import AnyDefense, contradictions
 from privlab.threat import (
     CLIENT_PRESETS,
     Attack,
     AttackClass,
     Capability,
     Client,
-    Defense,
+    DefenseClass,
     FeatureAttack,
-    FeatureDefense,
-    GradientDefense,
     Stack,
     acts_on,
     attack_declarations,
@@ -35,21 +35,24 @@ from privlab.victims import Victim
 class Specification:
     """Everything that decides the results of a run; options that only change its speed are not here.
 
+    An attack or a defense is named, or it is an instance: then its class need not be installed, and `options` do not
+    apply to it.
+
     Raises:
         PrivlabError: for an unknown setting, attack, defense, metric or block, or a number out of range.
     """
 
     models: tuple[str, ...]
     settings: tuple[str, ...] = ("a",)
-    attacks: tuple[str, ...] | None = None
+    attacks: tuple[str | Attack | FeatureAttack, ...] | None = None
     effort: str = "standard"
     weights: str = "auto"
     block: str = "auto"
     img_size: int | None = None
-    defense: str = "auto"
+    defense: str | tuple[str | AnyDefense, ...] = "auto"
     gamma: float | None = None
     masked_pe: str | None = None
-    images: tuple[str, ...] = ("samples",)
+    images: tuple[str, ...] | ImageSource = ("samples",)
     limit: int | None = None
     every: int | None = None
     offset: int | None = None
@@ -70,7 +73,7 @@ class Specification:
     release: str = "auto"
     client: str | None = None
     options: tuple[str, ...] = ()
-    public: tuple[str, ...] = ("samples",)
+    public: tuple[str, ...] | ImageSource = ("samples",)
     public_limit: int = 200
     client_batch: int = 16
     cut_layer: int = 0
@@ -86,9 +89,9 @@ class Specification:
             object.__setattr__(self, "attacks", None)
         for kind, names in (
             ("setting", self.settings),
-            ("attack", self.attacks or ()),
+            ("attack", [each for each in self.attacks or () if isinstance(each, str)]),
             ("effort", (self.effort,)),
-            ("defense", self.parts),
+            ("defense", [each for each in self.parts if isinstance(each, str)]),
             ("release", (self.release,)),
             ("block", (self.block,)),
             ("client", () if self.client is None else (self.client,)),
@@ -111,9 +114,25 @@ class Specification:
         self._check_release()
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Return the names of the stacked defenses."""
-        return tuple(self.defense.split("+"))
+    def parts(self) -> tuple[str | AnyDefense, ...]:
+        """Return the stacked defenses, each by its name or as an instance."""
+        return tuple(self.defense.split("+")) if isinstance(self.defense, str) else self.defense
+
+    @property
+    def defense_name(self) -> str:
+        """Return the names of the stacked defenses, joined by +."""
+        return "+".join(map(name_of, self.parts))
+
+    def stated(self) -> dict[str, Any]:
+        """Return what `run.json` states: the fields as plain data, an instance by its class, its options and source."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("attacks", "defense"):
+            if isinstance(plain[name], tuple):
+                plain[name] = tuple(map(_stated, plain[name]))
+        for name in ("images", "public"):
+            if isinstance(plain[name], ImageSource):
+                plain[name] = (plain[name].description,)
+        return plain
 
     @property
     def features_released(self) -> bool:
@@ -122,7 +141,7 @@ class Specification:
             return self.release == "features"
         if self.cut_layer:
             return True
-        kinds = [installed_attacks()[name] for name in self.attacks or ()]
+        kinds = map(attack_kind, self.attacks or ())
         return "features" in self._acts_on or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
 
     @property
@@ -157,8 +176,8 @@ class Specification:
     @property
     def _acts_on(self) -> dict[str, str]:
         """Return the first defense that acts on images, on features and on gradients, where one does."""
-        named = [name for name in reversed(self.parts) if name in defenses()]
-        return {acts_on(defenses()[name]): name for name in named}
+        named = {name_of(part): defense_kind(part) for part in reversed(self.parts) if part != "auto"}
+        return {acts_on(kind): name for name, kind in named.items()}
 
     @property
     def defends_gradients(self) -> bool:
@@ -167,12 +186,12 @@ class Specification:
 
     def _check_options(self) -> None:
         """Check that every option of --set is one of an attack or a defense that this run may use."""
-        parts = [defenses()[name] for name in self.parts if name != "auto"] or [Mjp]
-        named = {name: installed_attacks()[name] for name in self.attacks or ()}
+        parts = [defenses()[part] for part in self.parts if isinstance(part, str) and part != "auto"] or [Mjp]
+        named = {each: installed_attacks()[each] for each in self.attacks or () if isinstance(each, str)}
         read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
         own = {*self.reassembly_options, *(client_options(self.options) if self.client is not None else ())}
         others = [option for option in self.options if option not in own]
-        read_options(others, [*parts, *(named or default_attacks(self.effort)).values()])
+        read_options(others, [*parts, *(default_attacks(self.effort) if self.attacks is None else named).values()])
         for kind in parts:  # also in setting a, which does not use them
             configure(kind, self.options)
 
@@ -196,17 +215,17 @@ class Specification:
             )
         if "features" in self._acts_on:
             raise PrivlabError(
-                f"Defense '{self.defense}' acts on features, which a client that trains does not send. Leave it out, "
-                "or take one of images, which acts in each step, or of gradients, which acts on the update."
+                f"Defense '{self.defense_name}' acts on features, which a client that trains does not send. Leave it "
+                "out, or take one of images, which acts in each step, or of gradients, which acts on the update."
             )
-        named = [name for name in self.parts if name in defenses()]
-        filters = [name for name in named if acts_on(defenses()[name]) == "gradients"]
+        named = [part for part in self.parts if part != "auto"]
+        filters = [name_of(part) for part in named if acts_on(defense_kind(part)) == "gradients"]
         cast(Client, self.local_training).check_filters(filters)
-        for name in named:
-            if defense_declarations(part_of(name, self)).per == "model":
+        for part in named:
+            if defense_declarations(part_of(part, self)).per == "model":
                 raise PrivlabError(
-                    f"Defense '{name}' has one key for all images of a client, and is not defined for updates. Leave "
-                    "it out, or release gradients."
+                    f"Defense '{name_of(part)}' has one key for all images of a client, and is not defined for "
+                    "updates. Leave it out, or release gradients."
                 )
 
     def _check_release(self) -> None:
@@ -225,9 +244,45 @@ class Specification:
                 "use client_batch."
             )
         if not self.features_released and "features" in self._acts_on:
-            raise PrivlabError(f"Defense '{self.defense}' acts on features. Found --release gradients: use features.")
+            raise PrivlabError(
+                f"Defense '{self.defense_name}' acts on features. Found --release gradients: use features."
+            )
         if self.features_released and (name := self._acts_on.get("gradients")) is not None:
             raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
+
+
+def name_of(part: str | Attack | FeatureAttack | AnyDefense) -> str:
+    """Return the name of an attack or a defense that is named, or given as an instance."""
+    return part if isinstance(part, str) else part.name
+
+
+def attack_kind(attack: str | Attack | FeatureAttack) -> AttackClass:
+    """Return the class of an attack that is named, or given as an instance."""
+    return installed_attacks()[attack] if isinstance(attack, str) else type(attack)
+
+
+def defense_kind(defense: str | AnyDefense) -> DefenseClass:
+    """Return the class of a defense that is named, or given as an instance."""
+    return defenses()[defense] if isinstance(defense, str) else type(defense)
+
+
+def _stated(part: str | Attack | FeatureAttack | AnyDefense) -> object:
+    if isinstance(part, str):
+        return part
+    kind = type(part)
+    return {"name": part.name, "class": f"{kind.__module__}:{kind.__qualname__}", "options": options_stated(part)}
+
+
+def options_stated(part: Attack | FeatureAttack | AnyDefense) -> dict[str, Any]:
+    """Return the options of an attack or a defense, with the hash of its source if its class is not installed."""
+    installed = (kinds[part.name] for kinds in (installed_attacks(), defenses()) if part.name in kinds)
+    own = {} if type(part) in installed else {"source_sha256": source_sha256(type(part))}
+    try:
+        json.dumps(stated := asdict(part) | own)
+    except TypeError as error:
+        right = "must be a number, a text or a list of them"
+        raise PrivlabError(f"Each field of '{part.name}' {right}: {error}.") from None
+    return stated
 
 
 _LENGTHS = {"steps", "epochs"}  # the settings of a client that say how long a round is, each in its own unit
@@ -265,12 +320,14 @@ def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
     if setting == "a":
         return Stack((Undefended(),))
     automatic = "mjp" if victim.has_mjp else "none" if spec.features_released else "jigsaw"
-    return Stack(tuple(_defense(automatic if name == "auto" else name, spec, victim) for name in spec.parts))
+    return Stack(tuple(_defense(automatic if part == "auto" else part, spec, victim) for part in spec.parts))
 
 
-def part_of(name: str, spec: Specification) -> Defense | FeatureDefense | GradientDefense:
-    """Return a defense with its options, by its name."""
-    kind = defenses()[name]
+def part_of(part: str | AnyDefense, spec: Specification) -> AnyDefense:
+    """Return a defense with its options, by its name; an instance is returned as it is."""
+    if not isinstance(part, str):
+        return part
+    kind = defenses()[part]
     return configure(kind, spec.options, _jigsaw_options(spec, kind))
 
 
@@ -284,7 +341,7 @@ def admissions(spec: Specification) -> list[str]:
     """Return the command that tests each defense from another package, with its options: `privlab admit NAME …`."""
     lines = []
     for name in spec.parts:
-        if name == "auto" or name in DEFENSES:
+        if name == "auto" or not isinstance(name, str) or name in DEFENSES:
             continue
         given = [
             (["--gamma", str(value)] if key == "gamma" else ["--set", f"{key}={'none' if value is None else value}"])
@@ -294,8 +351,9 @@ def admissions(spec: Specification) -> list[str]:
     return lines
 
 
-def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense | GradientDefense:
-    defense = part_of(name, spec)
+def _defense(part: str | AnyDefense, spec: Specification, victim: Victim) -> AnyDefense:
+    defense = part_of(part, spec)
+    name = defense.name
     declared = name not in DEFENSES and defense_declarations(defense).acts_as is not None
     if declared and (wrong := contradictions(victim.model, defense)):
         raise PrivlabError(
@@ -337,11 +395,15 @@ def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
     return found
 
 
-def attack_of(name: str, spec: Specification) -> Attack | FeatureAttack:
+def attack_of(attack: str | Attack | FeatureAttack, spec: Specification) -> Attack | FeatureAttack:
     """Return an attack with its options, by its name; at full effort its larger defaults hold.
+
+    An instance is returned as it is.
 
     Raises:
         PrivlabError: if an option does not fit the attack.
     """
-    kind = installed_attacks()[name]
+    if not isinstance(attack, str):
+        return attack
+    kind = installed_attacks()[attack]
     return configure(kind, spec.options, attack_declarations(kind).at_full if spec.effort == "full" else {})

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from privlab.base import PrivlabError, collect_warnings, warn
-from privlab.evaluation import CONTROLS, Specification, batch_key, source_of, subject_of
+from privlab.evaluation import CONTROLS, Specification, batch_key, name_of, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment, name_lpips
 from privlab.grids.engine import Engine
@@ -114,7 +114,8 @@ class Grid:
                     "refused": dict(jobs[0].refused),
                     "jobs": [
                         {
-                            "specification": asdict(replace(job.spec, settings=(job.setting,))),
+                            "specification": replace(job.spec, settings=(job.setting,)).stated(),
+                            "released": job.spec.released,
                             "cells": dict(job.cells),
                             "images": lists[job.images],
                         }
@@ -244,7 +245,7 @@ def lay_out(
 def _check_attacks(jobs: Sequence[Job]) -> None:
     """Refuse an attack that can run on no case: that is a mistake, while it may well be refused on some cases."""
     everywhere = set.intersection(*(set(job.refused) for job in jobs))
-    named = [name for name in jobs[0].spec.attacks or () if name in everywhere]
+    named = [name for name in map(name_of, jobs[0].spec.attacks or ()) if name in everywhere]
     if named:
         raise PrivlabError(f"'{named[0]}' can run on no case: {jobs[0].refused[named[0]]}")
 
@@ -254,14 +255,14 @@ def _victim(spec: Specification) -> tuple[str, ...]:
     return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
 
 
-def missing(grid: Grid, path: Path | None, options: Options) -> list[Task]:
+def missing(grid: Grid, path: Path, options: Options) -> list[Task]:
     """Return the tasks of what a store lacks of a grid, those on the same victim one after the other.
 
     Metrics that were added later are scored on kept reconstructions where there are some, and no attack runs again.
 
     Args:
         grid: the experiment, as `lay_out` returns it.
-        path: the run directory, which need not exist yet; None for no store.
+        path: the run directory, which need not exist yet.
         options: the device, the size of a task, the share of this machine, whether failed images are run again, and
             what is kept. Where images are released together, a task has whole batches, at least one. Attacks that read
             all releases under one key get all images in one task, unless there is a batch_size.
@@ -269,7 +270,7 @@ def missing(grid: Grid, path: Path | None, options: Options) -> list[Task]:
     metrics = sorted({name for job in grid.jobs for name in job.metrics})
     measured: dict[tuple[int, str], np.ndarray] = {}
     kept: dict[str, str] = {}
-    if path is not None and any(path.glob("records/*")):
+    if any(path.glob("records/*")):
         measured = _measured(Store(path), grid, metrics, retry_failed=options.retry_failed)
         kept = _kept(path)
     tasks: list[Task] = []

@@ -72,7 +72,7 @@ def _shapes(pixels: Image.Image, cut: Preprocessing) -> Iterator[tuple[str, Call
 
     (height, width), size, pixels = cut.size, list(cut.size), cut.convert_colours(pixels)
     for kept in sorted({cut.crop_pct, *_CROPS}):
-        sides = replace(cut, crop_pct=kept).resize_to(pixels)
+        sides = replace(cut, crop_pct=kept).resize_to(pixels.height, pixels.width)
         how = f"resized and cropped (crop_pct {kept:g})"
         yield how, lambda resized, sides=sides: CenterCrop(size)(resized(pixels, sides))
     scale = min(pixels.height / height, pixels.width / width)

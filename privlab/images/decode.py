@@ -13,13 +13,18 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
 from privlab.base import PrivlabError, PrivlabWarning, warn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:  # torch is slow to import, and files need none
+    Tensor = object
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
 """Where a label comes from; "predicted" is by the victim, "released" is given away by the gradient that is audited."""
@@ -40,17 +45,17 @@ _BITS_PER_SAMPLE = 258
 class NamedImage:
     """One image, or the reason why there is none.
 
-    `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels;
-    empty where nothing could be read. `pixels` has mode RGB with 8 bits; it is None where there is a
-    `problem` and in the images of a `Chunk`. `targets` are the classes of an image that may have several, or none, such
-    as (0, 3); its `label` is then None. `member` says whether the victim saw it in training, "seen" or
-    "not seen"; None where that is not known. `levels` is the range of the levels of a file with more than 8 bits;
-    None for other files.
+    `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels; empty where
+    nothing could be read. `pixels` has mode RGB with 8 bits, or it is c × h × w in [0, 1] where values were given in
+    Python; it is None where there is a `problem` and in the images of a `Chunk`. `targets` are the classes of an image
+    that may have several, or none, such as (0, 3); its `label` is then None. `member` says whether the victim saw it in
+    training, "seen" or "not seen"; None where that is not known. `levels` is the range of the levels of a file with
+    more than 8 bits; None for other files.
     """
 
     name: str
     sha256: str
-    pixels: Image.Image | None
+    pixels: Image.Image | Tensor | None
     label: int | None = None
     label_origin: LabelOrigin = "none"
     problem: str | None = None

@@ -21,7 +21,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 
 def open_images(
-    source: str | Path | Sequence[str | Path],
+    source: str | Path | Sequence[str | Path] | ImageSource,
     *,
     limit: int | None = None,
     every: int | None = None,
@@ -38,7 +38,7 @@ def open_images(
     Args:
         source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per class), one
             or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A folder called
-            samples is "./samples".
+            samples is "./samples". A source that is open already is taken as it is.
         limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first image
             of each class in the order of their names, then the second of each, and so on.
         every: use every `every`-th image only, in the order in which `limit` takes them; `limit` counts what is left.
@@ -79,7 +79,9 @@ def open_images(
     return _take(opened, limit, every, offset)
 
 
-def _open(source: str | Path | Sequence[str | Path], how: Opening) -> ImageSource:
+def _open(source: str | Path | Sequence[str | Path] | ImageSource, how: Opening) -> ImageSource:
+    if isinstance(source, ImageSource):
+        return source
     several = not isinstance(source, (str, Path))
     if several and len(source) == 1:
         return _open(source[0], how)
@@ -153,13 +155,29 @@ class Preprocessing:
         check_range(0 < self.crop_pct <= 1, "crop_pct", "in (0, 1]", self.crop_pct)
         check_name("interpolation", self.interpolation, INTERPOLATIONS)
 
-    def __call__(self, pixels: Image.Image) -> Float[Tensor, "c h w"]:
-        """Return the resized, centre-cropped image, in [0, 1]."""
+    def __call__(self, pixels: Image.Image | Tensor) -> Float[Tensor, "c h w"]:
+        """Return the resized, centre-cropped image, in [0, 1]; values of the input's size are taken as they are."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
-        resize = Resize(self.resize_to(pixels), InterpolationMode(self.interpolation))
+        if isinstance(pixels, Tensor):
+            return self._of_values(pixels)
+        resize = Resize(self.resize_to(pixels.height, pixels.width), InterpolationMode(self.interpolation))
         cut = Compose([resize, CenterCrop(self.size)])(self.convert_colours(pixels))
         return ToTensor()(cut)[: len(self.mean)]
+
+    def _of_values(self, image: Float[Tensor, "c h w"]) -> Float[Tensor, "c h w"]:
+        """Return values as they are if they have the input's size, else resized and cropped without rounding."""
+        from torchvision.transforms import CenterCrop, InterpolationMode, Resize
+
+        channels, height, width = image.shape
+        if channels != len(self.mean):
+            raise PrivlabError(
+                f"Images must have {len(self.mean)} channels, as the model takes them. Found {channels}."
+            )
+        if (height, width) == self.size:
+            return image
+        resize = Resize(self.resize_to(height, width), InterpolationMode(self.interpolation))
+        return CenterCrop(self.size)(resize(image)).clamp(0, 1)  # bicubic interpolation overshoots
 
     def convert_colours(self, pixels: Image.Image) -> Image.Image:
         """Return an image in as many colours as the input has, or in three where it has two."""
@@ -167,13 +185,13 @@ class Preprocessing:
             return Image.merge("CMYK", (*pixels.split(), pixels.convert("L")))  # RGBA's fourth band would be a weight
         return pixels.convert("L") if len(self.mean) == 1 else pixels
 
-    def resize_to(self, pixels: Image.Image) -> list[int]:
+    def resize_to(self, height: int, width: int) -> list[int]:
         """Return the side, or the height and width, that an image is resized to before it is cropped."""
         h, w = (math.floor(side / self.crop_pct) for side in self.size)
         if h == w:
             return [h]
-        ratio = min(pixels.height / h, pixels.width / w)
-        return [round(pixels.height / ratio), round(pixels.width / ratio)]
+        ratio = min(height / h, width / w)
+        return [round(height / ratio), round(width / ratio)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
+from PIL import Image
+
 from privlab.base import PrivlabError, first, warn
 from privlab.images.decode import MAX_BYTES, NamedImage, image_from_pil, read_image
 
@@ -157,7 +159,7 @@ def samples() -> ImageSource:
 
     def at(place: int) -> NamedImage:
         image = _sample(data, place)
-        return image if image.pixels is None else replace(image, pixels=image.pixels.copy())
+        return replace(image, pixels=image.pixels.copy()) if isinstance(image.pixels, Image.Image) else image
 
     names = tuple(f"samples/{name}" for name, *_ in SAMPLES)
     description = f"{len(SAMPLES)} photographs that come with scikit-image"
@@ -169,7 +171,7 @@ def _sample(data: Path, place: int) -> NamedImage:
     """Return a photograph of scikit-image, decoded once in a process: each attack has them as public images."""
     name, file, left, top, side = SAMPLES[place]
     whole = read_image(data / file, name=f"samples/{name}")
-    if whole.pixels is None:
+    if not isinstance(whole.pixels, Image.Image):
         return whole
     return image_from_pil(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
 

@@ -7,14 +7,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import torch
 from torch import nn
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, collect_warnings, options_of, pick_device, unknown_name, warn
+from privlab.base import PrivlabError, collect_warnings, options_of, pick_device, unknown_name
 from privlab.defenses import defenses
-from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, plan, uncached, victim_of
+from privlab.evaluation import (
+    AttackGroup,
+    Specification,
+    completed,
+    defense_kind,
+    defense_of,
+    name_of,
+    plan,
+    uncached,
+    victim_of,
+)
 from privlab.evaluation.lpips_choice import begun_lpips, named_lpips, with_lpips
 from privlab.grids import (
     IN_PROCESS,
@@ -30,20 +39,15 @@ from privlab.grids import (
     lay_out,
     missing,
     papers_attack,
-    run_tasks,
 )
-from privlab.grids.fill import TaskProgress, fill, told
+from privlab.grids.fill import TaskProgress, fill
+from privlab.images import ImageSource
 from privlab.stores import RunDirectory
 from privlab.threat import Client, acts_on, attack_declarations
-from privlab.victims import Victim, check_plain, victim
+from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from privlab.runs.notebook import Records
-
-STRIPS_SHOWN = 3
-"""The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -54,7 +58,6 @@ class Outcome:
     """The results of a run.
 
     `missing` holds the reason for each metric that could not be computed; `failed` names the images without a score.
-    `strips` are PNGs of the first images of a run that writes nothing.
     """
 
     spec: Specification
@@ -62,8 +65,7 @@ class Outcome:
     victims: tuple[Victim, ...]
     warnings: tuple[str, ...]
     missing: Mapping[str, str]
-    path: Path | None
-    strips: tuple[bytes, ...] = ()
+    path: Path
 
     @property
     def failed(self) -> dict[str, str]:
@@ -72,112 +74,50 @@ class Outcome:
         return dict(zip(failed.image, failed.reason, strict=True))
 
 
-def attack(
-    model: str | Sequence[str] | nn.Module,
-    setting: str | Sequence[str] | None = None,
-    *,
-    attack: Part | Sequence[Part] | None = None,
-    images: str | Path | Sequence[str | Path] = "samples",
-    metrics: str | Sequence[str] | None = None,
-    device: str = "auto",
-    batch_size: int | None = None,
-    out: str | Path | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
-    **options: Any,  # noqa: ANN401
-) -> "Records":
-    """Run attacks on a victim and return one record per image, attack and geometry, as a DataFrame.
-
-    A notebook shows it with the strips of the first images.
-
-    Args:
-        model: a victim's name or names, or a ViT of timm of your own, which is left as it is.
-        setting: "a", "b" or "c", or several; by default c where a defense is at work, else a.
-        attack: the attacks, by name or made with their options, `PatchGradient(rtol=0)`; by default all that can run.
-        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
-        metrics: names of `privlab.metrics.registry.METRICS`, or "lpips", by AlexNet where it can be had and else by
-            SqueezeNet; by default all but F-SIM, and "lpips".
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        batch_size: images at a time; by default 8 on a CPU and 64 on a GPU. Features are sent in `client_batch`es, and
-            `gradient_batch` images make one gradient.
-        out: the run directory; without one nothing is written.
-        overwrite: whether an earlier run in `out` is replaced.
-        progress: whether a bar shows the images that are done, in Jupyter and on a terminal.
-        options: the other fields of `privlab.evaluation.specification.Specification`: weights, block, gamma, limit,
-            seed …; `client` by name, or `Client(lr=0.1, steps=5)`; `defense` by name, or made with its options,
-            `GradientNoise(multiplier=1e-3)`, or several of these, which are stacked.
-
-    Raises:
-        PrivlabError: if something that is asked for does not exist, or an attack lacks a capability.
-
-    Warns:
-        PrivlabWarning: for everything that weakens the verdict.
-    """
-    from privlab.runs.notebook import Records, shown_progress  # pandas is slow to import
-
-    own = model if isinstance(model, nn.Module) else None
-    if own is None and not isinstance(model, Sequence):
-        check_plain(model)
-    spec = specify(
-        "own" if isinstance(model, nn.Module) else model,
-        setting,
-        attack=attack,
-        images=images,
-        metrics=metrics,
-        **options,
-    )
-    with shown_progress(shown=progress) as show:
-        done = execute(spec, own=own, device=device, batch_size=batch_size, out=out, overwrite=overwrite, progress=show)
-    for message in done.warnings:
-        warn(message)
-    return Records.of(done.records, done.strips, done.path)
-
-
 def specify(
     model: str | Sequence[str],
     setting: str | Sequence[str] | None = None,
     *,
     attack: Part | Sequence[Part] | None = None,
-    images: str | Path | Sequence[str | Path] = "samples",
+    images: str | Path | Sequence[str | Path] | ImageSource = "samples",
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
 ) -> Specification:
     """Return a specification from names; each argument is one name, several with commas, or a sequence of names.
 
-    An attack or defense may also be an instance of its class: its fields become options of the run.
+    An attack or defense may also be an instance of a dataclass, whose class need not be installed.
 
     Args:
         model: names of victims.
         setting: "a", "b" or "c", or several; by default c where a defense is named or a victim is one of MJP's, else a.
         attack: the attacks; by default all that can run and need not be named.
-        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
+        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME", or an open source.
         metrics: names of `METRICS`, or "lpips"; by default those of `Specification`.
         options: the other fields of `Specification`; `defense` may be one defense or several, which are stacked.
 
     Raises:
-        PrivlabError: for an unknown name or option, or an instance whose class is not installed under its name.
+        PrivlabError: for an unknown name or option, or something else than a name or an instance.
     """
-    more: list[str] = []
     if attack is not None:
-        attack = _parts(attack, attacks(), more)
-    if "defense" in options:
-        options["defense"] = "+".join(_parts(options["defense"], defenses(), more))
+        attack = _parts(attack, "attack", attacks())
+    named = _parts(options.get("defense", "auto"), "defense", defenses())
+    parts = tuple(each for part in named for each in (part.split("+") if isinstance(part, str) else [part]))
+    options["defense"] = "+".join(parts) if all(isinstance(part, str) for part in parts) else parts
     if isinstance(client := options.get("client"), Client):
         options["client"] = client.optimiser
-        more += options_of(client)
-    if more:
         given = options.get("options", ())
-        options["options"] = [*([given] if isinstance(given, str) else given), *more]
-    models, defense = _names(model), options.get("defense", "auto")
-    defended = defense not in ("auto", "none")
+        options["options"] = [*([given] if isinstance(given, str) else given), *options_of(client)]
+    models = _names(model)
+    defended = parts not in (("auto",), ("none",))
     if options.get("client") is None:
         defended |= any(name.endswith("_mjp") for name in models)
     else:  # an update refuses a defense of images by its name
-        defended &= all(acts_on(defenses()[name]) == "gradients" for name in defense.split("+") if name in defenses())
+        known = [part for part in parts if not isinstance(part, str) or part in defenses()]
+        defended &= all(acts_on(defense_kind(part)) == "gradients" for part in known)
     known = set(Specification.__dataclass_fields__) - {"models", "settings", "attacks", "images", "metrics"}
     for name in options:
         if name not in known:
-            arguments = ("setting", "attack", "images", "metrics", "device", "batch_size", "out", "overwrite")
+            arguments = ("settings", "attacks", "images", "metrics", "device", "batch_size", "out", "overwrite")
             raise unknown_name("option", name, [*known, *arguments])
     given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     for name in ("options", "public"):
@@ -187,18 +127,19 @@ def specify(
     given |= {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
     given |= {} if attack is None else {"attacks": attack}
     given |= {} if metrics is None else {"metrics": _names(metrics)}
-    sources = [images] if isinstance(images, str | Path) else images
-    return Specification(**given, images=tuple(str(source) for source in sources))
+    if not isinstance(images, ImageSource):
+        images = tuple(str(source) for source in ([images] if isinstance(images, str | Path) else images))
+    return Specification(**given, images=images)
 
 
 @uncached()
 def execute(
     spec: Specification,
+    out: str | Path,
     *,
-    own: nn.Module | None = None,
+    own: nn.Module | Victim | None = None,
     device: str = "auto",
     batch_size: int | None = None,
-    out: str | Path | None = None,
     overwrite: bool = False,
     strips: bool = True,
     command: str | None = None,
@@ -206,21 +147,20 @@ def execute(
     warn: Callable[[str], object] = lambda message: None,
     progress: TaskProgress = lambda done, total, last: None,
 ) -> Outcome:
-    """Check everything, run the attacks, and return the outcome; with `out`, what is finished is on disk at any moment.
+    """Check everything, run the attacks, and return the outcome; what is finished is on disk at any moment.
 
     The run is an experiment with a case for each victim and setting. If `out` holds an unfinished run of the same
     specification, it goes on; if it holds a finished one, nothing is run again.
 
     Args:
         spec: what is run.
-        own: a timm model that is attacked instead of `spec.models`.
+        out: the run directory.
+        own: a timm model, or a victim, that is attacked instead of `spec.models`.
         device: "auto", "cpu", "cuda" or "cuda:N".
         batch_size: images at a time, at least 1; by default 8 on a CPU and 64 on a GPU. Images that are released
             together come in batches of their own size instead.
-        out: the run directory; without one the records are held in memory, and nothing is written.
         overwrite: whether an earlier run in `out` is replaced.
-        strips: whether strips of images are written to `out`, of the first draw; without `out`, those of the first
-            images are made.
+        strips: whether strips of images are written to `out`, of the first draw.
         command: the command line, for `run.json`.
         engine: where tasks run; None for as many processes as there are threads if attacks search on a CPU.
         warn: called with each warning as soon as it is known.
@@ -233,14 +173,16 @@ def execute(
     """
     if batch_size is not None and batch_size < 1:
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
-    if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
+    path = Path(out)
+    if overwrite and spec.manifest and Path(spec.manifest).resolve().parent == path.resolve():
         raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
-    path = None if out is None else Path(out)
-    spec, message = with_lpips(spec, {} if path is None or overwrite else RunDirectory(path).begun())
+    spec, message = with_lpips(spec, {} if overwrite else RunDirectory(path).begun())
     messages = [] if message is None else [message]
     place = pick_device(device)
     with collect_warnings(messages):
-        if own is None:
+        if isinstance(own, Victim):
+            bases = [own.to(place)]
+        elif own is None:
             bases = [victim_of(replace(spec, models=(name,)), place) for name in spec.models]
         else:
             given = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes")}
@@ -252,21 +194,13 @@ def execute(
     declared = [attack_declarations(attack) for of_base in groups for group in of_base for attack in group.attacks]
     search = any(attack.search for attack in declared)
     chunk = batch_size or (1 if search else images_at_a_time(place))
-    wanted = 0 if not strips else STRIPS_SHOWN if path is None else sys.maxsize
-    how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=wanted)
-    run = None if path is None else RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
+    how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=sys.maxsize if strips else 0)
+    run = RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
     tasks = joined(missing(grid, path, how))
     if engine is None:  # searches of several images gain more from the cores than the products within one image
         long = any(attack.named_only or attack.effort == "full" for attack in declared)
         alone = place.type != "cpu" or not search or long
         engine = Engine(workers=1 if alone else max(1, min(torch.get_num_threads(), len(tasks))))
-    if run is None:
-        results = [*told(run_tasks(tasks, engine, print), tasks, progress)]
-        messages += [message for result in results for message in result.messages if message not in messages]
-        records = pa.concat_tables([COLUMNS.empty_table(), *(result.rows for result in results)]).to_pandas()
-        files = {name: png for result in results for name, png in result.files.items()}
-        strip_files = tuple(files[name] for name in sorted(files))
-        return Outcome(spec, records, tuple(bases), tuple(messages), grid.missing, None, strip_files)
     warned = fill(
         grid,
         tasks,
@@ -284,7 +218,7 @@ def execute(
 
 
 def experiment_of(
-    spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]], path: Path | None
+    spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]], path: Path
 ) -> Experiment:
     """Return a run as an experiment: a case for each victim and setting, a specification for each draw.
 
@@ -311,8 +245,7 @@ def experiment_of(
     title = ", ".join(dict.fromkeys(base.name for base in bases))
     title += f" with {defenses}" if defenses else ", undefended"
     title += "" if spec.client is None else f", updates of clients by {spec.client}"
-    name = "attack" if path is None else path.name
-    return Experiment(name, title, None, tuple(cases), Layout(columns, paper_attack=paper))
+    return Experiment(path.name, title, None, tuple(cases), Layout(columns, paper_attack=paper))
 
 
 def unfinished(folder: Path, spec: Specification) -> Path | None:
@@ -325,7 +258,7 @@ def status_of(path: Path, spec: Specification) -> str | None:
     """Return the status of the run of a specification that a directory holds; None if it holds none."""
     facts = RunDirectory(path).begun()
     spec = replace(spec, metrics=named_lpips(spec.metrics, begun_lpips(facts)))
-    same = facts.get("specification") == json.loads(json.dumps(asdict(spec)))
+    same = facts.get("specification") == json.loads(json.dumps(spec.stated()))
     return facts.get("status") if same and "cases" in facts else None
 
 
@@ -335,25 +268,18 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
 
-def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options: list[str]) -> tuple[str, ...]:
-    """Return the names of attacks or defenses; the options of those that are instances are added to `options`."""
-    names: list[str] = []
+def _parts(given: Part | Sequence[Part], kind: str, installed: Mapping[str, type[Any]]) -> tuple[Part, ...]:
+    """Return attacks or defenses, each by its name or as an instance with all that its protocol asks for."""
+    found: list[Part] = []
     for part in given if isinstance(given, list | tuple) else (given,):
-        if isinstance(part, str):
-            names += _names(part)
-            continue
-        name = getattr(type(part), "name", None)
-        if not isinstance(name, str) or kinds.get(name) is not type(part):
-            made = f"the class {part.__name__}: make it, {part.__name__}()" if isinstance(part, type) else repr(part)
-            raise PrivlabError(
-                "An attack or defense is given by its name, or made from a class that is installed as an entry point "
-                f"(`privlab list` shows them). Found {made}."
-            )
-        if name in names:
-            raise PrivlabError(f"'{name}' was given twice: one run has one set of options for it.")
-        names.append(name)
-        options += options_of(part)
-    return tuple(dict.fromkeys(names))
+        found += _names(part) if isinstance(part, str) else [completed(part, kind)]
+    found, names = [*dict.fromkeys(found)], [name_of(part) for part in found]
+    for part in (part for part in found if not isinstance(part, str)):
+        if names.count(part.name) > 1:
+            raise PrivlabError(f"'{part.name}' was given twice: one run has one set of options for it.")
+        if part.name in installed and installed[part.name] is not type(part):
+            raise PrivlabError(f"'{part.name}' is the name of an installed {kind}. Give your class another `name`.")
+    return tuple(found)
 
 
 def facts_of(spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]]) -> dict[str, Any]:
@@ -365,7 +291,7 @@ def facts_of(spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequ
         groups: the attacks that run on each victim, by its block.
     """
     return {
-        "specification": asdict(spec),
+        "specification": spec.stated(),
         "victims": [
             {"name": base.name, "weights": asdict(base.weights)}
             | base.params()

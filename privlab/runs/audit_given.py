@@ -191,6 +191,7 @@ def _unexplained(given: Given, found: UpdateLabels, label: int | None) -> Given:
     if label is not None:
         other = fit_normalisation(seen, label, source)
         if other is not None and other != given.spec.normalisation:
+            assert isinstance(given.spec.images, tuple)  # the two files
             before, after = map(Path, given.spec.images)
             return _of_update(before, after, replace(given.spec, normalisation=other), seen.model.mean.device)
         given = replace(given, unexplained=why_unexplained(seen, label, source))

@@ -61,7 +61,7 @@ class ReferenceScorer:
             PrivlabError: if the file is no readable image.
         """
         named = next(iter(open_images(reference, bit_depth=spec.bit_depth)))
-        if named.pixels is None:
+        if not isinstance(named.pixels, Image.Image):
             raise PrivlabError(f"--reference must be one readable image. Found {named.name}: {named.problem}")
         device = base.model.mean.device
         learned, missing = learned_metrics(spec, device, [base])
@@ -166,7 +166,7 @@ def as_fed(
     if (
         not proven
         or len(proven[0][2]) > 1
-        or pixels is None
+        or not isinstance(pixels, Image.Image)
         or effects.patches != "kept"
         or effects.other
         or slots_without_gradient(seen).any()

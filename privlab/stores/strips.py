@@ -15,6 +15,7 @@ from jaxtyping import Float
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
+from torchvision.transforms.functional import to_tensor
 from torchvision.utils import make_grid
 
 from privlab.evaluation import Panel, Strip
@@ -123,6 +124,11 @@ def pngs(places: Sequence[Place]) -> list[bytes]:
         return [file.read_bytes()]
     with Image.open(file, formats=["PNG"]) as strip:
         return [png_bytes(_cut(strip, place)) for place in places]
+
+
+def pixels_of(place: Place) -> Float[Tensor, "c h w"]:
+    """Return an image that a run kept, in [0, 1]."""
+    return to_tensor(Image.open(io.BytesIO(pngs([place])[0])))
 
 
 def _cut(strip: Image.Image, place: Place) -> Image.Image:

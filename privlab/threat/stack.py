@@ -1,7 +1,7 @@
 """Several defenses at once: those on images one after the other, then those on features or on gradients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -62,12 +62,6 @@ class Stack:
     def name(self) -> str:
         """Return the names of the parts, joined by +."""
         return "+".join(part.name for part in self.parts)
-
-    def params(self) -> dict[str, object]:
-        """Return the options of a single part, or those of each of several parts by its name."""
-        if len(self.parts) == 1:
-            return asdict(self.parts[0])
-        return {part.name: asdict(part) for part in self.parts}
 
     def __repr__(self) -> str:
         """Return the parts as they are written, each with its remark if it has one, such as the ε of its noise."""

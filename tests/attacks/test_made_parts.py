@@ -11,34 +11,35 @@ import privlab
 from privlab.attacks import PatchGradient, attacks
 from privlab.base import PrivlabError, configure, options_of
 from privlab.defenses import GradientNoise, Jigsaw, Mjp, defenses
-from privlab.runs import specify
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 SMALL = {"weights": "random", "img_size": 32, "limit": 2, "metrics": "psnr"}
 
 
 def run(**options: Any) -> pd.DataFrame:
-    records = privlab.attack("vit_ti_mjp", **(SMALL | options))
+    records = privlab.attack("vit_ti_mjp", **(SMALL | options)).records
     return records.drop(columns=[name for name in records if name.startswith("seconds")])
 
 
 @pytest.mark.slow
 def test_a_made_attack_is_its_name_with_its_options() -> None:
-    made = run(setting="a", attack=[PatchGradient(rtol=0.25), "april"])
-    named = run(setting="a", attack="patch-gradient,april", options=["patch-gradient.rtol=0.25"])
+    made = run(settings="a", attacks=[PatchGradient(rtol=0.25), "april"])
+    named = run(settings="a", attacks="patch-gradient,april", options=["patch-gradient.rtol=0.25"])
     pd.testing.assert_frame_equal(made, named)
     assert {*made.attack_params.dropna()} >= {'{"rtol": 0.25}'}
-    pd.testing.assert_frame_equal(run(setting="a", attack=PatchGradient()), run(setting="a", attack="patch-gradient"))
+    pd.testing.assert_frame_equal(
+        run(settings="a", attacks=PatchGradient()), run(settings="a", attacks="patch-gradient")
+    )
 
 
 @pytest.mark.slow
 def test_a_made_defense_is_its_name_with_its_options_and_several_are_stacked() -> None:
-    made = run(attack="patch-gradient", defense=[Mjp(gamma=0.5), GradientNoise(multiplier=1e-5)])
+    made = run(attacks="patch-gradient", defense=[Mjp(gamma=0.5), GradientNoise(multiplier=1e-5)])
     options = ["gradient-noise.multiplier=1e-5"]
-    named = run(attack="patch-gradient", defense="mjp+gradient-noise", gamma=0.5, options=options)
+    named = run(attacks="patch-gradient", defense="mjp+gradient-noise", gamma=0.5, options=options)
     pd.testing.assert_frame_equal(made, named)
     assert {*made.setting} == {"c"}  # a defense is at work
-    assert run(attack="patch-gradient", defense=Jigsaw(gamma=0.75)).defense.unique().tolist() == ["jigsaw"]
+    assert run(attacks="patch-gradient", defense=Jigsaw(gamma=0.75)).defense.unique().tolist() == ["jigsaw"]
 
 
 @pytest.mark.parametrize("kinds", [attacks, defenses], ids=["attacks", "defenses"])
@@ -50,33 +51,9 @@ def test_what_is_stated_makes_the_same_instance(kinds: Callable[[], dict[str, ty
 
 
 @dataclass(frozen=True)
-class Mine:  # noqa: D101
-    name: ClassVar[str] = "mine"
-
-
-@dataclass(frozen=True)
 class Odd:  # noqa: D101
     name: ClassVar[str] = "odd"
     levels: tuple[float, ...] = (1.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attack": PatchGradient}, r"Found the class PatchGradient: make it, PatchGradient\(\)\.$"),
-        ({"attack": Mine()}, r"installed as an entry point \(`privlab list` shows them\)\. Found Mine\(\)\.$"),
-        ({"defense": Mine()}, r"Found Mine\(\)\.$"),
-        ({"attack": 3}, r"Found 3\.$"),
-        (
-            {"attack": [PatchGradient(), PatchGradient(rtol=0.5)]},
-            r"^'patch-gradient' was given twice: one run has one set",
-        ),
-        ({"defense": PatchGradient()}, r"Found PatchGradient\("),
-    ],
-)
-def test_what_is_neither_a_name_nor_installed_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PrivlabError, match=message):
-        specify("vit_ti", **options)
 
 
 def test_values_that_no_option_can_give_are_refused() -> None:

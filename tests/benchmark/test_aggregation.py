@@ -48,7 +48,7 @@ def test_the_card_sets_how_many_clients_there_are_and_nothing_else() -> None:
     assert (plain.clients, mean.clients) == (1, 4)
     assert (mean.images, mean.batch_size, mean.total_steps, mean.lr, mean.momentum) == (1, 1, 5, 0.1, 0.9)
     assert [part.name for part in instances(card())] == ["none"]
-    assert asked(card(), "c").defense == "none"
+    assert asked(card(), "c").defense_name == "none"
 
 
 @pytest.mark.parametrize(

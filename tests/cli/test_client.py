@@ -75,8 +75,8 @@ def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: py
 
     run = pipeline.attack_batch
     monkeypatch.setattr(pipeline, "attack_batch", lambda attack, each: (seen.append(each), run(attack, each))[1])
-    options = {"weights": "random", "img_size": 32, "metrics": "psnr", "attack": "patch-gradient"}
-    frame = privlab.attack("vit_ti", images=photos, limit=2, client=Client(steps=2, lr=0.1), **options)
+    options = {"weights": "random", "img_size": 32, "metrics": "psnr", "attacks": "patch-gradient"}
+    frame = privlab.attack("vit_ti", images=photos, limit=2, client=Client(steps=2, lr=0.1), **options).records
     base = victim("vit_ti", weights="random", img_size=32)
     pixels = [base.preprocessing(image.pixels) for image in privlab.open_images(photos, limit=2) if image.pixels]
     labels = frame[(frame.attack == "patch-gradient") & (frame.geometry == "in_place")].label.tolist()
@@ -98,13 +98,13 @@ def test_a_list_of_classes_is_a_target_of_the_binary_loss_alone(photos: Path, tm
     files = [path.read_bytes() for path in sorted(photos.glob("*.png"))]
     source = tmp_path / "labels.parquet"
     pq.write_table(pa.table({"image": files, "label": [[3, 1], [], [0]]}), source)
-    options = {"weights": "random", "img_size": 32, "attack": "patch-update", "metrics": "psnr"}
-    frame = privlab.attack("vit_ti", images=source, client=Client(loss="binary"), **options)
+    options = {"weights": "random", "img_size": 32, "attacks": "patch-update", "metrics": "psnr"}
+    frame = privlab.attack("vit_ti", images=source, client=Client(loss="binary"), **options).records
     rows = frame[frame.attack == "patch-update"]
     assert (rows.levels_wrong == 0).all()
     assert rows.explained.min() > 0.9999  # with one class of each, 0.99
     assert rows.label.isna().all()
-    refused = privlab.attack("vit_ti", images=source, client=Client(), **options)
+    refused = privlab.attack("vit_ti", images=source, client=Client(), **options).records
     assert refused.reason.str.contains("loss=binary").all()
 
 

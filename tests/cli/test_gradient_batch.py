@@ -59,12 +59,12 @@ def confidant(monkeypatch: pytest.MonkeyPatch, photos: Path) -> type[Confidant]:
 
 def run(photos: Path, **options: Any) -> pd.DataFrame:
     """Return the records of a tiny run."""
-    return privlab.attack("vit_ti", images=photos, weights="random", img_size=32, metrics="psnr", **options)
+    return privlab.attack("vit_ti", images=photos, weights="random", img_size=32, metrics="psnr", **options).records
 
 
 def test_reconstructions_are_assigned_to_the_images(confidant: type[Confidant], photos: Path) -> None:
     """In whichever order an attack returns them; the last gradient is of what is left, and its records say so."""
-    frame = run(photos, attack="confidant", setting="a", gradient_batch=2, limit=3)
+    frame = run(photos, attacks="confidant", settings="a", gradient_batch=2, limit=3)
     own = frame[frame.attack == "confidant"]
     assert confidant.seen == [(1, 2), (1, 1)]
     assert (own.psnr > 100).all()
@@ -96,11 +96,11 @@ def test_images_of_a_release_share_a_mask_and_releases_do_not(monkeypatch: pytes
     """Clients of one image have masks of their own, be they computed side by side; the records say which way it is."""
     monkeypatch.setitem(ATTACKS, "witness", Witness)
     monkeypatch.setattr(Witness, "seen", [])
-    options = {"weights": "random", "img_size": 64, "metrics": "psnr", "setting": "c", "gamma": 0.5, "limit": 2}
+    options = {"weights": "random", "img_size": 64, "metrics": "psnr", "settings": "c", "gamma": 0.5, "limit": 2}
     frames = {
         (B, per): privlab.attack(
-            "vit_ti_mjp", images=photos, attack="witness", gradient_batch=B, options=(f"per={per}",), **options
-        )
+            "vit_ti_mjp", images=photos, attacks="witness", gradient_batch=B, options=(f"per={per}",), **options
+        ).records
         for B in (1, 2)
         for per in ("batch", "image")
     }
@@ -118,7 +118,7 @@ def test_images_of_a_release_share_a_mask_and_releases_do_not(monkeypatch: pytes
 
 def test_a_smaller_last_gradient_is_warned_of(confidant: type[Confidant], photos: Path) -> None:
     with pytest.warns(privlab.base.warnings.PrivlabWarning, match=r"gradient.*1.*2"):
-        run(photos, attack="confidant", setting="a", gradient_batch=2, limit=3)
+        run(photos, attacks="confidant", settings="a", gradient_batch=2, limit=3)
 
 
 def test_shuffled_images_are_assigned_by_what_was_fed() -> None:
@@ -142,7 +142,7 @@ def test_controls_of_a_batch_are_assigned_as_reconstructions_are(
     rng, tmp_path = np.random.default_rng(1), tmp_path_factory.mktemp("public")
     for i in range(4):
         Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
-    frame = run(photos, attack=confidant.name, setting="a", gradient_batch=3, limit=3, public=str(tmp_path))
+    frame = run(photos, attacks=confidant.name, settings="a", gradient_batch=3, limit=3, public=str(tmp_path))
     base = victim("vit_ti", weights="random", img_size=32)
     private, public = (
         torch.stack([base.preprocessing(p.pixels) for p in privlab.open_images(folder) if p.pixels])

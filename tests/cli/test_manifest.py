@@ -331,17 +331,17 @@ def test_members_stand_on_the_page(
 
 def test_in_python(photos: Path, tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.csv", photos, ("b.png", "3", "not seen"))
-    options: dict[str, Any] = {"weights": "random", "img_size": 32, "attack": "patch-gradient", "metrics": "mse"}
+    options: dict[str, Any] = {"weights": "random", "img_size": 32, "attacks": "patch-gradient", "metrics": "mse"}
     with pytest.warns(UserWarning, match="RANDOM"):
-        frame = privlab.attack("vit_ti", "a", images=photos, manifest=path, **options)
+        frame = privlab.attack("vit_ti", settings="a", images=photos, manifest=path, **options).records
     assert set(zip(frame.image, frame.label, frame.member, strict=True)) == {("b.png", 3, "not seen")}
     with pytest.warns(UserWarning, match="RANDOM"):
-        frame = privlab.attack("vit_ti", "a", images=photos, every=2, offset=1, **options)
+        frame = privlab.attack("vit_ti", settings="a", images=photos, every=2, offset=1, **options).records
     assert set(frame.image) == {"b.png"}
     assert all(value is None or math.isnan(value) for value in frame.member)
     for wrong in ({"every": 0}, {"offset": -1}, {"manifest": path, "limit": 1}, {"manifest": tmp_path / "no.csv"}):
         with pytest.raises(PrivlabError):
-            privlab.attack("vit_ti", "a", images=photos, **wrong, **options)
+            privlab.attack("vit_ti", settings="a", images=photos, **wrong, **options)
 
 
 @pytest.mark.slow

@@ -301,9 +301,8 @@ def run_case(case: dict[str, Any], device: str, images: int) -> list[dict[str, A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            records = privlab.attack(
-                model, settings, attack=named, limit=images, metrics=metrics, device=device, progress=False, **given
-            )
+            how = {"limit": images, "metrics": metrics, "device": device, "progress": False}
+            records = privlab.attack(model, settings=settings, attacks=named, **how, **given).records
         except Exception as error:  # a case that cannot run is a row of the result
             return [{"key": "all", "failed": f"{type(error).__name__}: {error}"}]
     rows = []

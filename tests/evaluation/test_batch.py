@@ -65,8 +65,10 @@ def test_eight_bit_scores_are_of_rounded_values(tmp_path: Path) -> None:
     """Cut values lie below the exact image by up to a level, and rounded ones on it: an exact image has no error."""
     rng = np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(tmp_path / "image.png")
-    given = {"images": str(tmp_path / "image.png"), "attack": "patch-gradient", "metrics": "mse", "seed": 1}
-    records = [privlab.attack("cifar_vit", "a", **given, eight_bit=rounded) for rounded in (False, True)]
+    given = {"images": str(tmp_path / "image.png"), "attacks": "patch-gradient", "metrics": "mse", "seed": 1}
+    records = [
+        privlab.attack("cifar_vit", settings="a", **given, eight_bit=rounded).records for rounded in (False, True)
+    ]
     plain, rounded = (float(each[each.attack == "patch-gradient"].mse.iloc[0]) for each in records)
     assert 0 < plain < 1e-9
     assert rounded < 1e-14

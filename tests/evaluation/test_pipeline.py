@@ -33,9 +33,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWa
 SMALL = {"weights": "random", "img_size": 32, "limit": 3, "metrics": "psnr,ssim"}
 
 
-def attack(model: str = "vit_ti_mjp", setting: str = "a,b,c", **options: object) -> pd.DataFrame:
+def attack(model: str = "vit_ti_mjp", setting: str = "a,b,c", attack: Any = None, **options: object) -> pd.DataFrame:
     """Return the records of a small run."""
-    return privlab.attack(model, setting, **(SMALL | {"gamma": 0.75} | options))
+    given: dict[str, Any] = SMALL | {"gamma": 0.75} | options
+    return privlab.attack(model, settings=setting, attacks=attack, **given).records
 
 
 @pytest.mark.slow

@@ -70,8 +70,8 @@ class World:
         }
 
 
-def missing(grid: Grid, store: Store | None, *, size: int = 16, **options: Any) -> list[Task]:
-    return missing_of(grid, None if store is None else store.path, Options(chunk=size, **options))
+def missing(grid: Grid, store: Store, *, size: int = 16, **options: Any) -> list[Task]:
+    return missing_of(grid, store.path, Options(chunk=size, **options))
 
 
 def units(grid: Grid, tasks: Iterable[Task]) -> Counter[Unit]:
@@ -140,11 +140,11 @@ worlds = st.builds(
 quick = settings(max_examples=20)
 
 
-def test_an_attack_under_one_key_gets_all_images_in_one_batch() -> None:
-    world = World(range(20))
+def test_an_attack_under_one_key_gets_all_images_in_one_batch(tmp_path: Path) -> None:
+    store, world = Store(tmp_path), World(range(20))
     grid = world.grid()
     grid = replace(grid, jobs=tuple(replace(job, one_key=frozenset(ATTACKS[:1])) for job in grid.jobs))
-    tasks = missing(grid, None, size=8)
+    tasks = missing(grid, store, size=8)
     assert units(grid, tasks) == Counter(world.units())
     (whole,) = (task for task in tasks if ATTACKS[0] in task.attacks)
     assert (len(whole.images), whole.batch_size, whole.attacks) == (20, 20, ATTACKS[:1])
@@ -153,10 +153,10 @@ def test_an_attack_under_one_key_gets_all_images_in_one_batch() -> None:
         (8, None),
         (4, None),
     ]
-    shards = [missing(grid, None, size=8, share=Share(n, 2)) for n in (1, 2)]
+    shards = [missing(grid, store, size=8, share=Share(n, 2)) for n in (1, 2)]
     assert [[len(task.images) for task in shard if ATTACKS[0] in task.attacks] for shard in shards] == [[20], []]
     assert sum((units(grid, shard) for shard in shards), Counter()) == Counter(world.units())
-    asked = missing(grid, None, size=8, batch_size=8)
+    asked = missing(grid, store, size=8, batch_size=8)
     assert {(len(task.images), task.batch_size) for task in asked} == {(8, 8), (4, 8)}
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import privlab
 from privlab.base import PrivlabError
 from privlab.grids.tasks import _Reader
 from privlab.images import NamedImage, open_images
-from privlab.runs.attack import attack
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
-OPTIONS = {"weights": "random", "img_size": 32, "attack": "april", "metrics": "psnr", "batch_size": 1}
+OPTIONS = {"weights": "random", "img_size": 32, "attacks": "april", "metrics": "psnr", "batch_size": 1}
 
 
 @pytest.mark.slow
@@ -26,9 +26,9 @@ def test_a_stream_is_read_once_to_plan_and_once_to_run(photos: Path, monkeypatch
 
     stream = replace(source, count=None, names=None, read=pictures, at=None, file=None, about=None)
     monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda *_: stream)
-    found = attack("vit_ti", images="hf:x", **OPTIONS)
+    found = privlab.attack("vit_ti", images="hf:x", **OPTIONS).records
     assert read == [*source.names] * 2
-    assert list(found.psnr) == list(attack("vit_ti", images=photos, **OPTIONS).psnr)
+    assert list(found.psnr) == list(privlab.attack("vit_ti", images=photos, **OPTIONS).records.psnr)
 
 
 def test_places_of_a_stream_are_found_in_any_order_of_tasks(photos: Path) -> None:

@@ -140,8 +140,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], pd.
 
     def run(attack: str, **options: Any) -> tuple[list[Any], pd.DataFrame]:
         SEEN.clear()
-        given = {"weights": "random", "img_size": 32, "metrics": "psnr", "attack": attack} | options
-        records = privlab.attack("vit_ti", "a", **given)
+        given = {"weights": "random", "img_size": 32, "metrics": "psnr", "attacks": attack} | options
+        records = privlab.attack("vit_ti", settings="a", **given).records
         assert (records.status == "ok").all()
         return list(SEEN), records
 

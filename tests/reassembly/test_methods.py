@@ -324,8 +324,8 @@ def test_shares_agree_with_those_of_released_features() -> None:
 
 def records(setting: str = "a,b,c", model: str = "vit_ti", **options: Any) -> pd.DataFrame:
     small: dict[str, Any] = {"weights": "random", "img_size": 64, "limit": 2, "metrics": "psnr", "gamma": 0.4}
-    given: dict[str, Any] = small | {"attack": "patch-gradient"} | options
-    return privlab.attack(model, setting, **given)
+    given: dict[str, Any] = small | {"attacks": "patch-gradient"} | options
+    return privlab.attack(model, settings=setting, **given).records
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")

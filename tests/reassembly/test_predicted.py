@@ -126,9 +126,9 @@ def test_double_precision_is_taken_too(trained: dict[str, str]) -> None:
 
 
 def records(trained: dict[str, str], **options: Any) -> Any:
-    small: dict[str, Any] = {"attack": "patch-gradient", "limit": 1, "metrics": "psnr", "gamma": 0.5, "setting": "c"}
+    small: dict[str, Any] = {"attacks": "patch-gradient", "limit": 1, "metrics": "psnr", "gamma": 0.5, "settings": "c"}
     vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=64, depth=1, num_heads=2, num_classes=3)
-    return privlab.attack(vit, **(small | options))
+    return privlab.attack(vit, **(small | options)).records
 
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")

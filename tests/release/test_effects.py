@@ -218,15 +218,17 @@ def test_noise_that_is_declared_as_none_is_told(tiny_model: Make) -> None:
 @pytest.mark.usefixtures("installed")
 def test_what_moves_unsaid_is_re_assembled_and_a_false_declaration_is_refused() -> None:
     given: dict[str, Any] = {"weights": "random", "img_size": 48, "limit": 1, "metrics": "psnr"}
-    records = privlab.attack("vit_ti", "c", defense="silent-mix", attack="patch-gradient", **given)
+    records = privlab.attack("vit_ti", settings="c", defense="silent-mix", attacks="patch-gradient", **given).records
     own = records[records.attack == "patch-gradient"].set_index("geometry").psnr
-    said = privlab.attack("vit_ti", "c", defense="patch-mix", gamma=1.0, attack="patch-gradient", **given)
+    said = privlab.attack(
+        "vit_ti", settings="c", defense="patch-mix", gamma=1.0, attacks="patch-gradient", **given
+    ).records
     assert own["reassembled"] == said[said.attack == "patch-gradient"].set_index("geometry").psnr["reassembled"]
     match = (
         r"^Defense 'liar' declares effects that its releases contradict \(rows: kept declared, shared measured\)\. Corr"
     )
     with pytest.raises(PrivlabError, match=match):
-        privlab.attack("vit_ti", "c", defense="liar", **given)
+        privlab.attack("vit_ti", settings="c", defense="liar", **given)
 
 
 def test_what_is_declared_must_be_effects(tiny_model: Make) -> None:
@@ -257,7 +259,7 @@ SCORES = ["image_sha256", "setting", "attack", "geometry", "mse", "psnr", "ssim"
 def scored(model: str, defense: str, **options: object) -> pd.DataFrame:
     """Return the scores of a run, controls left out."""
     given: dict[str, Any] = {"weights": "random", "img_size": 32, "limit": 3, "metrics": "mse,psnr,ssim", **options}
-    records = privlab.attack(model, "c", defense=defense, **given)
+    records = privlab.attack(model, settings="c", defense=defense, **given).records
     assert (records.status == "ok").any()
     return records[~records.attack.str.startswith("control:")]
 
@@ -277,7 +279,7 @@ def scored(model: str, defense: str, **options: object) -> pd.DataFrame:
 @pytest.mark.usefixtures("installed")
 def test_features_under_another_name_leak_as_much(own: str, theirs: str) -> None:
     attack = "pe-assignment,least-squares" + ("" if "shuffle" in own else ",class-token-key,border-jigsaw")
-    first, second = (scored("vit_ti", name, attack=attack) for name in (own, theirs))
+    first, second = (scored("vit_ti", name, attacks=attack) for name in (own, theirs))
     pd.testing.assert_frame_equal(first[SCORES], second[SCORES])
     assert len(first) >= 6
 
@@ -299,7 +301,7 @@ def test_gradients_under_another_name_leak_as_much(own: str, theirs: str, option
     attack = "patch-gradient,mjp-subspace" + (
         ",patch-gradient-adaptive" if "+" in own else ",mjp-full" if theirs == "my-masks" and len(options) == 1 else ""
     )
-    given = {"attack": attack, "img_size": 48, "limit": 2, **options}
+    given = {"attacks": attack, "img_size": 48, "limit": 2, **options}
     first, second = (scored("vit_ti_mjp", name, **given) for name in (own, theirs))
     pd.testing.assert_frame_equal(first[SCORES], second[SCORES])
     assert set(first.geometry) == {"in_place", "oracle", "reassembled"}

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -20,7 +18,7 @@ import privlab
 from privlab.attacks import PatchGradient
 from privlab.defenses import GradientNoise
 from privlab.images import facts_html, images_html
-from privlab.runs.notebook import Records, shown_progress
+from privlab.runs.notebook import shown_progress
 from privlab.threat import Capability, FeatureObservation, Observation, Reconstruction
 from privlab.training import TrainingProgress
 from privlab.training.loop import tell
@@ -63,36 +61,17 @@ class Shown(HTMLParser):
         return " ".join(self.words)
 
 
-def run(**options: Any) -> Records:
-    return privlab.attack("cifar_vit", attack=ATTACKS, limit=4, metrics=["psnr"], batch_size=2, **options)
-
-
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
-def test_a_run_is_shown_with_the_strips_of_its_first_images(tmp_path: Path) -> None:
-    """The strips are those that a run directory has, whether or not there is one."""
-    alone, kept = run(), run(out=tmp_path / "run")
-    files = sorted((tmp_path / "run/strips").glob("*.png"))
-    assert len(files) == 4
-    assert alone.strips == kept.strips == tuple(file.read_bytes() for file in files[:3])
-    shown = Shown(alone._repr_html_())
-    assert tuple(shown.images) == alone.strips
-    assert f"of {len(alone.columns)} columns" in shown.text
-    assert {"image", "attack", "geometry", "psnr"} <= set(shown.words)
-    assert not {"victim", "setting", "status", "ssim"} & set(shown.words)  # one value in all rows, or none
-
-
-def test_records_are_a_frame_and_what_comes_of_them_is_a_plain_one() -> None:
-    frame = pd.DataFrame({"image": ["a", "b"], "attack": "april", "psnr": [1.0, float("inf")]})
-    records = Records(frame)
-    records.strips = (b"png",)
-    assert type(records[records.psnr > 2]) is type(records[["psnr"]]) is type(records.copy()) is pd.DataFrame
-    pd.testing.assert_frame_equal(pickle.loads(pickle.dumps(records)), frame, check_frame_type=False)
+def test_a_run_is_shown_with_its_verdict_its_table_and_the_strips_of_its_first_images() -> None:
+    run = privlab.attack("cifar_vit", attacks=ATTACKS, limit=4, metrics=["psnr"], batch_size=2)
+    files = sorted((run.path / "strips").glob("*.png"))
+    shown = Shown(run._repr_html_())
+    assert shown.images == [file.read_bytes() for file in files[:3]]
+    assert "leaks" in shown.text
+    assert {"attack", "psnr", "patch-gradient"} <= set(shown.words)
 
 
 def test_names_are_escaped() -> None:
-    records = Records(pd.DataFrame({"image": ["<script>a</script>"], "attack": "<b>", "psnr": 1.0}))
-    found = Shown(records._repr_html_())
-    assert "<script>a</script>" in found.words
     assert Shown(facts_html("<i>", {"<u>": "<script>", "nothing": None})).words == ["<i>", "<u>", "<script>"]
     assert len(Shown(images_html(torch.zeros(1, 3, 2, 2), '"><script>')).images) == 1
 
@@ -102,9 +81,8 @@ def test_an_observation_shows_what_the_adversary_has_and_no_image(
 ) -> None:
     images = photographs(2, 8)
     noise = GradientNoise(multiplier=0.125)
-    draws = [torch.Generator().manual_seed(i) for i in range(2)]
     labels, names = torch.tensor([3, 5]), PatchGradient.parameters
-    seen = privlab.observe(tiny_model(img_size=8), images, labels, names, [noise], draws)
+    seen = privlab.observe(tiny_model(img_size=8), images, labels, names, defense=noise)
     shown = Shown(seen._repr_html_())
     assert shown.images == []
     for name in names:
@@ -167,12 +145,13 @@ def test_progress_is_shown_on_a_terminal_alone(wanted: bool, terminal: bool, mon
 
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
-def test_a_run_tells_of_every_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_tells_of_every_image(tmp_path: Path) -> None:
     from privlab.runs import execute, specify
 
     told: list[tuple[int, int]] = []
     execute(
         specify("cifar_vit", attack=ATTACKS, limit=3, metrics=["psnr"]),
+        tmp_path / "run",
         batch_size=2,
         strips=False,
         progress=lambda done, total, last: told.append((done, total)),

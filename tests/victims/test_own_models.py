@@ -119,11 +119,11 @@ def test_a_head_is_for_weights_without_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_timm_s_models_without_classifier_run(tmp_path: Path) -> None:
-    options = {"weights": "random", "img_size": 28, "limit": 1, "attack": "patch-gradient", "metrics": "psnr"}
+    options = {"weights": "random", "img_size": 28, "limit": 1, "attacks": "patch-gradient", "metrics": "psnr"}
     name = "timm:vit_small_patch14_dinov2"
     with pytest.raises(PrivlabError, match=r"\(num_classes.*0\).*--classes.*classes=N"):
         privlab.attack(name, **options)
-    frame = privlab.attack(name, classes=3, **options)
+    frame = privlab.attack(name, classes=3, **options).records
     assert frame[frame.attack == "patch-gradient"].psnr.min() > 100
 
 
@@ -176,7 +176,9 @@ def grey() -> VisionTransformer:
 def test_grey_images_are_attacked(grey: VisionTransformer, tmp_path: Path, options: dict[str, Any]) -> None:
     """Whatever can run on them runs: images are made grey by their luma, and so are the photographs of priors."""
     out = tmp_path / "run"
-    frame = privlab.attack(grey, limit=2, metrics="mse,psnr,ssim,ssim_skimage,fft2d,fft2d_mjp", out=out, **options)
+    frame = privlab.attack(
+        grey, limit=2, metrics="mse,psnr,ssim,ssim_skimage,fft2d,fft2d_mjp", out=out, **options
+    ).records
     assert not (frame.status == "failed").any(), frame[frame.status == "failed"].reason.unique()
     assert json.loads(frame.victim_params.iloc[0])["input"] == [1, 64, 64]
     attacked = frame[~frame.attack.str.startswith("control")]
@@ -187,7 +189,7 @@ def test_grey_images_are_attacked(grey: VisionTransformer, tmp_path: Path, optio
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_decoders_of_rgb_say_so(grey: VisionTransformer) -> None:
-    frame = privlab.attack(grey, limit=1, attack="inversion-conv", metrics="psnr")
+    frame = privlab.attack(grey, limit=1, attacks="inversion-conv", metrics="psnr").records
     told = frame[frame.attack == "inversion-conv"].reason
     assert told.str.contains("conv decoders paint RGB images. Found a victim of 1 channels.", regex=False).all()
 

@@ -1,0 +1,1 @@
+"""The Python interface: objects in, a run out."""

@@ -1,0 +1,159 @@
+"""A run as an object: its records, its table, its verdict, its images, and what they are written to."""
+
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.base import PrivlabError
+from privlab.stores import RunDirectory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from privlab.report.tables import Flag, Results
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The results of a run: records, images and provenance, all of them in its directory."""
+
+    path: Path
+
+    @cached_property
+    def results(self) -> "Results":
+        """Return what tables, figures and pages are made of."""
+        from privlab.report.tables import load_results
+
+        return load_results(self.path)
+
+    @property
+    def records(self) -> pd.DataFrame:
+        """Return one row for each image, attack and layout of the patches, and for each control."""
+        return self.results.records.drop(columns="case")
+
+    @property
+    def verdict(self) -> str:
+        """Return what the run shows, in words: the sentence that leads the page, and the verdict on each case."""
+        from privlab.report.page import lead_text
+        from privlab.report.tables import Facts
+        from privlab.report.tables.case_verdicts import verdicts_of
+
+        cells = verdicts_of(Facts.of(self.results))
+        return "\n".join([*lead_text(self.results), *(f"{cell.label}: {cell}" for cell in cells)])
+
+    @property
+    def flags(self) -> list["Flag"]:
+        """Return what weakens the verdict."""
+        from privlab.report.tables import Facts, red_flags
+
+        return red_flags(Facts.of(self.results))
+
+    @property
+    def leaks(self) -> bool | None:
+        """Return whether an image is proven to leak from an audited release; None where that is not known."""
+        return self.results.facts.get("leaks")
+
+    def table(self, geometry: str = "in_place") -> pd.DataFrame:
+        """Return the means over the images: a row for each victim, setting and attack.
+
+        Args:
+            geometry: the layout of the patches that is scored: "in_place", "oracle" or "reassembled".
+        """
+        from privlab.report.tables import summarise
+
+        return summarise(self.records, self.results.layout.columns, geometry)
+
+    def images(self, attack: str = "private") -> Float[Tensor, "b c h w"]:
+        """Return the images of the first case that the run kept, in 8 bits.
+
+        Args:
+            attack: the name of an attack, for its reconstructions; "private" or "fed" (what the client fed).
+
+        Raises:
+            PrivlabError: if none was kept.
+        """
+        from privlab.stores.strips import pixels_of
+
+        hashes = dict.fromkeys(self.results.records.query("case == 0").image_sha256)
+        places = (self.results.picture(0, sha256, attack) for sha256 in hashes)
+        found = [pixels_of(place) for place in places if place is not None]
+        if not found:
+            raise PrivlabError(f"No image of '{attack}' was kept in '{self.path}'.")
+        return torch.stack(found)
+
+    def plot(self, kind: str, *, x: str | None = None, y: str = "psnr") -> "Figure":
+        """Return a figure.
+
+        Args:
+            kind: "curve", "trade-off", "distribution", "sheet", "claim" or "strips".
+            x: for a curve, the option that its cases differ in; for a trade-off, the metric of utility.
+            y: the metric.
+
+        Raises:
+            PrivlabError: for an unknown kind, or if the run lacks what the figure shows.
+        """
+        from privlab.grids import Figure
+        from privlab.report.figures.draw import draw
+
+        return draw(self.results, Figure(kind, kind, y=y, x=x))
+
+    def to_latex(self, path: str | Path | None = None) -> str:
+        """Return the leakage table as LaTeX, and write it if there is a path."""
+        from privlab.report.tables import Caption, Table, headline, render
+
+        text = render("latex", Table(headline(self.results.rows), self.results.layout, Caption.of(self.results)))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the run as one self-contained page, and return its path."""
+        from privlab.report.page import write_page
+
+        return write_page(self.results, Path(path))
+
+    def save(self, path: str | Path) -> "Run":
+        """Copy the run into a new directory, and return it there.
+
+        Raises:
+            PrivlabError: if the directory holds something.
+        """
+        RunDirectory(Path(path)).check()
+        shutil.copytree(self.path, path, dirs_exist_ok=True)
+        return Run(Path(path))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        from privlab.images import data_uri
+
+        strips = "".join(
+            f'<img src="{data_uri("png", file.read_bytes())}" alt="{escape(file.stem)}" style="max-width:100%">'
+            for file in sorted(self.path.glob("strips/*.png"))[:STRIPS_SHOWN]
+        )
+        verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
+        shown = self.table()[[*_SHOWN, *self.results.layout.columns]]
+        return f"{verdict}{shown.to_html(index=False, float_format='{:.4g}'.format)}{strips}"
+
+
+_SHOWN = ("victim", "setting", "defense", "attack", "n", "exact")
+STRIPS_SHOWN = 3
+"""The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""
+
+
+def load(path: str | Path) -> Run:
+    """Return a run that was saved, or that the command line wrote.
+
+    Raises:
+        PrivlabError: if the directory holds none.
+    """
+    run = Run(Path(path))
+    assert run.results is not None  # it raises what is wrong
+    return run

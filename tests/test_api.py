@@ -1,0 +1,163 @@
+"""The Python interface: what is given as objects, and what a run gives back."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import timm
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import privlab
+from privlab.attacks import LeastSquares, MjpFull, PatchGradient, PatchUpdate
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.defenses import Mjp, RowPermutation
+
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+QUICK: dict[str, Any] = {"settings": "a", "attacks": "patch-gradient", "metrics": "psnr", "progress": False}
+
+
+@pytest.fixture(scope="module")
+def photos(photographs: Any) -> Tensor:
+    return photographs(3, 32)
+
+
+@pytest.fixture(scope="module")
+def run(photos: Tensor) -> privlab.Run:
+    return privlab.attack(
+        "cifar_vit_mjp27", photos, [3, 5, 7], **(QUICK | {"settings": "a,c", "attacks": ["april", PatchGradient()]})
+    )
+
+
+def test_gradients_step_by_step(photos: Tensor) -> None:
+    victim = privlab.victim("cifar_vit_mjp27")
+    seen = privlab.observe(victim, photos, torch.tensor([3, 7, 1]), defense=Mjp(gamma=0.27), seed=0)
+    scores = privlab.score(MjpFull()(seen), photos, ["psnr", "ssim"])
+    assert list(scores.columns) == ["psnr", "ssim", "levels_wrong"]
+    assert scores.psnr.mean() > 25
+    again = privlab.observe(victim, photos, torch.tensor([3, 7, 1]), defense=[Mjp(gamma=0.27)], seed=0)
+    other = privlab.observe(victim, photos, torch.tensor([3, 7, 1]), defense=Mjp(gamma=0.27), seed=1)
+    name = "patch_embed.proj.weight"
+    assert torch.equal(seen.gradients[name], again.gradients[name])
+    assert not torch.equal(seen.gradients[name], other.gradients[name])
+
+
+def test_an_update_and_features_step_by_step(photos: Tensor, photographs: Any) -> None:
+    victim = privlab.victim("cifar_vit")
+    client = privlab.Client(lr=0.01, steps=2)
+    seen = privlab.observe(victim, photos, [3, 7, 1], release=privlab.Update(client))
+    assert (privlab.score(PatchUpdate()(seen), photos).psnr > 60).all()
+    seen = privlab.observe(victim, photos, release=privlab.Features(), defense=RowPermutation(), public=photos)
+    assert seen.features.shape[0] == 3
+    plain = privlab.observe(victim, photos, release=privlab.Features(), public=photographs(9, 32)[3:])
+    assert privlab.score(LeastSquares()(plain), photos).psnr.min() > 20
+
+
+def test_several_images_in_one_gradient(photos: Tensor) -> None:
+    victim = privlab.victim("cifar_vit")
+    seen = privlab.observe(victim, photos, [3, 7, 1], ["head.bias"], release=privlab.Gradient(batch=3))
+    assert (seen.images_per_release, list(seen.gradients)) == (3, ["head.bias"])
+    with pytest.raises(PrivlabError, match="multiple of 2"):
+        privlab.observe(victim, photos, release=privlab.Gradient(batch=2))
+
+
+def test_a_run_gives_its_records_table_verdict_and_images(run: privlab.Run, photos: Tensor, tmp_path: Path) -> None:
+    assert set(run.records.label) == {3, 5, 7}
+    table = run.table()
+    assert {"setting", "attack", "psnr", "exact"} <= set(table.columns)
+    assert "leaks" in run.verdict
+    assert all(flag.head for flag in run.flags)
+    assert torch.equal(run.images("private"), (photos * 255).round() / 255)
+    assert (run.images("patch-gradient") - photos).abs().max() < 1 / 255
+    with pytest.raises(PrivlabError, match="nobody"):
+        run.images("nobody")
+    assert "tabular" in run.to_latex(tmp_path / "table.tex")
+    assert (tmp_path / "table.tex").read_text().startswith("\\begin{tabular}")
+    assert run.to_html(tmp_path / "page.html").stat().st_size > 10_000
+    assert run.plot("distribution").axes
+    saved = run.save(tmp_path / "saved")
+    pd.testing.assert_frame_equal(privlab.load(saved.path).records, run.records)
+    with pytest.raises(PrivlabError, match="holds"):
+        run.save(tmp_path / "saved")
+    with pytest.raises(PrivlabError):
+        privlab.load(tmp_path)
+
+
+def test_images_from_anywhere_are_the_same_images(photos: Tensor) -> None:
+    levels = (photos * 255).round().byte()
+    frames = [
+        privlab.attack("cifar_vit", given, labels, **QUICK).records.set_index("attack").psnr["control:flat"]
+        for given, labels in (
+            (levels, [3, 5, 7]),
+            (levels.numpy(), np.array([3, 5, 7])),
+            (list(levels.float() / 255), torch.tensor([3, 5, 7])),
+            (TensorDataset(levels, torch.tensor([3, 5, 7])), None),
+            (DataLoader(TensorDataset(levels, torch.tensor([3, 5, 7])), batch_size=2), None),
+        )
+    ]
+    for frame in frames[1:]:
+        assert frame.tolist() == frames[0].tolist()
+
+
+def test_values_are_not_rounded_and_another_size_is_resized(photos: Tensor) -> None:
+    fine = (photos + 0.3 / 255).clamp(0, 1)
+    frame = privlab.attack("cifar_vit", fine, [3, 5, 7], **QUICK).records
+    assert frame[frame.attack == "patch-gradient"].psnr.min() > 90
+    large = torch.nn.functional.interpolate(photos, scale_factor=2)
+    frame = privlab.attack("cifar_vit", large, [3, 5, 7], **QUICK).records
+    assert set(frame.status) == {"ok"}
+
+
+def test_a_victim_of_ones_own(photos: Tensor) -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    mine = privlab.victim(vit, normalisation="imagenet")
+    frame = privlab.attack(mine, photos, [3, 5, 7], **QUICK).records
+    assert frame[frame.attack == "patch-gradient"].psnr.min() > 80
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (torch.rand(3, 32, 32), None, "one image is images"),
+        ([], [], "At least one"),
+        (torch.rand(2, 3, 32, 32), [1], "one label for each of the 2 images"),
+        (iter([torch.rand(1, 3, 32, 32)]), None, "twice"),
+        (7, None, "Found int"),
+    ],
+)
+def test_mistakes(images: Any, labels: Any, message: str) -> None:
+    with pytest.raises(PrivlabError, match=message):
+        privlab.attack("cifar_vit", images, labels, **QUICK)
+
+
+def test_a_bad_image_fails_and_no_other(photos: Tensor) -> None:
+    bad = photos.clone()
+    bad[1, 0, 0, 0] = 1.5
+    frame = privlab.attack("cifar_vit", bad, [3, 5, 7], **QUICK).records
+    assert frame[frame.status == "failed"].image.unique().tolist() == ["image-1"]
+    assert "outside [0, 1]" in frame[frame.status == "failed"].reason.iloc[0]
+
+
+@dataclass(frozen=True)
+class Unpicklable:
+    """It holds what no other process can have."""
+
+    def __post_init__(self) -> None:
+        """Take a lock."""
+        object.__setattr__(self, "lock", threading.Lock())
+
+    def __call__(self, seen: Any) -> Tensor:
+        """Return images."""
+        return PatchGradient()(seen)
+
+
+@pytest.mark.filterwarnings("default::privlab.base.warnings.PrivlabWarning")
+def test_what_cannot_be_pickled_runs_in_this_process(photos: Tensor) -> None:
+    with pytest.warns(PrivlabWarning, match="runs in this process"):
+        run = privlab.attack("cifar_vit", photos, [3, 5, 7], **(QUICK | {"attacks": Unpicklable()}), workers=2)
+    assert set(run.records.status) == {"ok"}
