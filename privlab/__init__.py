@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from privlab.api.steps import Features, Gradient, Update, observe, score
-    from privlab.api.whole import attack
+    from privlab.api.whole_run import attack, grid
     from privlab.base import PrivlabError
     from privlab.images import open_images
     from privlab.release.capture import capture, capture_update
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from privlab.victims import Victim, victim
 
 __all__ = ["Client", "Features", "Gradient", "PrivlabError", "Run", "Update", "Victim", "__version__", "attack"]
-__all__ += ["capture", "capture_update", "load", "observe", "open_images", "score", "victim"]
+__all__ += ["capture", "capture_update", "grid", "load", "observe", "open_images", "score", "victim"]
 
 __version__ = version("privlab")
 
@@ -34,7 +34,8 @@ if not Path(__file__).with_name("attacks").is_dir():
 _HOME: dict[str, str] = dict.fromkeys(("Features", "Gradient", "Update", "observe", "score"), "privlab.api.steps")
 _HOME |= dict.fromkeys(("Run", "load"), "privlab.report.run")
 _HOME |= {
-    "attack": "privlab.api.whole",
+    "attack": "privlab.api.whole_run",
+    "grid": "privlab.api.whole_run",
     "Client": "privlab.threat.client",
     "PrivlabError": "privlab.base.errors",
     "capture": "privlab.release.capture",

@@ -161,3 +161,52 @@ def test_what_cannot_be_pickled_runs_in_this_process(photos: Tensor) -> None:
     with pytest.warns(PrivlabWarning, match="runs in this process"):
         run = privlab.attack("cifar_vit", photos, [3, 5, 7], **(QUICK | {"attacks": Unpicklable()}), workers=2)
     assert set(run.records.status) == {"ok"}
+
+
+def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: Path) -> None:
+    def run() -> privlab.Run:
+        return privlab.grid(
+            "cifar_vit_mjp27", photos, [3, 5, 7], defense=[Mjp(gamma=g) for g in (0.1, 0.5)], settings="c",
+            attacks=["april", "patch-gradient"], metrics=["psnr"], out=tmp_path / "grid", progress=False,
+        )  # fmt: skip
+
+    first = run()
+    assert [case.options["gamma"] for case in first.results.cases] == [0.1, 0.5]
+    assert first.plot("curve", x="gamma").axes
+    parts = sorted((tmp_path / "grid" / "records").iterdir())
+    pd.testing.assert_frame_equal(run().records, first.records)
+    assert sorted((tmp_path / "grid" / "records").iterdir()) == parts
+    with pytest.raises(PrivlabError, match="defense"):
+        privlab.grid("cifar_vit", photos, defense=[], progress=False)
+
+
+def test_mjp_of_a_model_of_ones_own(photos: Tensor) -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10)
+    victim = privlab.victim(vit, unknown_pe="mean")
+    assert torch.equal(victim.model.unk_embed, vit.pos_embed[:, 1:].mean(1, keepdim=True))
+    images = torch.nn.functional.interpolate(photos, scale_factor=2)
+    seen = privlab.observe(victim, images, [3, 7, 1], ["pos_embed"], defense=Mjp(gamma=0.27))
+    assert (seen.gradients["pos_embed"][:, 0, 1:].abs().sum(2) == 0).any()
+    with pytest.raises(PrivlabError, match="of your own"):
+        privlab.victim("cifar_vit", unknown_pe="mean")
+
+
+def test_gradients_of_images_are_those_that_are_released_and_can_be_followed(photos: Tensor) -> None:
+    seen = privlab.observe(privlab.victim("cifar_vit"), photos, [3, 7, 1], ["head.weight", "pos_embed"])
+    made = seen.gradients_of(photos, torch.tensor([3, 7, 1]))
+    for name, gradient in seen.gradients.items():
+        torch.testing.assert_close(made[name], gradient, rtol=1e-3, atol=1e-6)
+    guess = photos.clone().requires_grad_()
+    labels = torch.zeros(3, 10).requires_grad_()
+    loss = sum(g.square().sum() for g in seen.gradients_of(guess, labels.softmax(1)).values())
+    slopes = torch.autograd.grad(loss, (guess, labels))
+    assert all(slope.abs().max() > 0 for slope in slopes)
+    update = privlab.observe(
+        privlab.victim("cifar_vit"), photos, [3, 7, 1], release=privlab.Update(privlab.Client(steps=5))
+    )
+    with pytest.raises(PrivlabError, match="several steps"):
+        update.gradients_of(photos, torch.tensor([3, 7, 1]))
+
+
+def test_strips_are_a_figure(run: privlab.Run) -> None:
+    assert len(run.plot("strips").axes) == 3

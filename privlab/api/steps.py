@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -28,9 +28,6 @@ from privlab.threat import (
     Stack,
 )
 from privlab.victims import Victim, VictimModel, hash_of
-
-if TYPE_CHECKING:
-    pass
 
 Part = Any
 """An attack or a defense: its name, or an instance of any dataclass that has its method."""

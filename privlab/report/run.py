@@ -1,6 +1,7 @@
 """A run as an object: its records, its table, its verdict, its images, and what they are written to."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -102,6 +103,8 @@ class Run:
         from privlab.grids import Figure
         from privlab.report.figures.draw import draw
 
+        if kind == "strips":
+            return _strips_figure(self._strips())
         return draw(self.results, Figure(kind, kind, y=y, x=x))
 
     def to_latex(self, path: str | Path | None = None) -> str:
@@ -129,6 +132,9 @@ class Run:
         shutil.copytree(self.path, path, dirs_exist_ok=True)
         return Run(Path(path))
 
+    def _strips(self) -> list[Path]:
+        return sorted(self.path.glob("strips/*.png"))[:STRIPS_SHOWN]
+
     def _repr_html_(self) -> str:
         from html import escape
 
@@ -136,7 +142,7 @@ class Run:
 
         strips = "".join(
             f'<img src="{data_uri("png", file.read_bytes())}" alt="{escape(file.stem)}" style="max-width:100%">'
-            for file in sorted(self.path.glob("strips/*.png"))[:STRIPS_SHOWN]
+            for file in self._strips()
         )
         verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
         shown = self.table()[[*_SHOWN, *self.results.layout.columns]]
@@ -146,6 +152,21 @@ class Run:
 _SHOWN = ("victim", "setting", "defense", "attack", "n", "exact")
 STRIPS_SHOWN = 3
 """The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""
+
+
+def _strips_figure(files: Sequence[Path]) -> "Figure":
+    """Return a figure of strips, one below the other."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    if not files:
+        raise PrivlabError("The run kept no strips.")
+    strips = [Image.open(file) for file in files]
+    shown = Figure(figsize=(10, sum(10 * strip.height / strip.width for strip in strips)))
+    for axes, strip in zip(shown.subplots(len(strips), squeeze=False)[:, 0], strips, strict=True):
+        axes.imshow(strip)
+        axes.axis("off")
+    return shown
 
 
 def load(path: str | Path) -> Run:

@@ -1,5 +1,6 @@
 from .attack import Outcome as Outcome
 from .attack import execute as execute
+from .attack import own_victim as own_victim
 from .attack import specify as specify
 from .attack import unfinished as unfinished
 from .audit_case import Audit as Audit

@@ -180,15 +180,10 @@ def execute(
     messages = [] if message is None else [message]
     place = pick_device(device)
     with collect_warnings(messages):
-        if isinstance(own, Victim):
-            bases = [own.to(place)]
-        elif own is None:
-            bases = [victim_of(replace(spec, models=(name,)), place) for name in spec.models]
-        else:
-            given = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes")}
-            bases = [victim(own, **given).to(place)]
+        mine = own_victim(own, spec, place)
+        bases = [mine] if mine else [victim_of(replace(spec, models=(name,)), place) for name in spec.models]
         groups = [plan(spec, base) for base in bases]
-        grid = lay_out(experiment_of(spec, bases, groups, path), place, bases[0] if own is not None else None)
+        grid = lay_out(experiment_of(spec, bases, groups, path), place, mine)
     messages += [message for message in grid.messages if message not in messages]
     grid = replace(grid, messages=tuple(messages))
     declared = [attack_declarations(attack) for of_base in groups for group in of_base for attack in group.attacks]
@@ -215,6 +210,20 @@ def execute(
     records = run.store.frame()
     own_cells = {cell for job in grid.jobs for cell in job.cells.values()}
     return Outcome(spec, records.loc[records.cell.isin(own_cells)], tuple(bases), warned, grid.missing, path)
+
+
+def own_victim(own: nn.Module | Victim | None, spec: Specification, device: torch.device) -> Victim | None:
+    """Return a victim that is given as an object, on the device; None where there is none.
+
+    Args:
+        own: a model, which is copied, or a victim.
+        spec: states the weights, size, seed and classes of a model.
+        device: where the victim is put.
+    """
+    if own is None or isinstance(own, Victim):
+        return own and own.to(device)
+    given = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes")}
+    return victim(own, **given).to(device)
 
 
 def experiment_of(

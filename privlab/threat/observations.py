@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from privlab.base import PrivlabError
 from privlab.images import facts_html, images_html
 from privlab.threat.capabilities import Capability
 from privlab.threat.client import Client
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.victims import VictimModel
+from privlab.victims import VictimModel, parameter_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,26 @@ class Observation:
     photographs: tuple[str, ...] | None = None
     client: Client | None = None
     public: Float[Tensor, "m c h w"] | None = None
+
+    def gradients_of(
+        self, images: Float[Tensor, "n c h w"], labels: Int[Tensor, " n"] | Float[Tensor, "n y"]
+    ) -> dict[str, Float[Tensor, "r ..."]]:
+        """Return what images would release without a defense, differentiable by the images and by soft labels.
+
+        Args:
+            images: in [0, 1], B for each release.
+            labels: the class index of each image, or a probability of each class.
+
+        Raises:
+            PrivlabError: for the update of a client that is not one step of SGD without weight decay.
+        """
+        factor = 1.0 if self.client is None else self.client.gradient_factor
+        if factor is None or (self.client is not None and self.client.weight_decay):
+            raise PrivlabError("gradients_of is for gradients, and for one step of SGD without decay. Found an update.")
+        names, B = list(self.gradients), self.images_per_release
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivatives
+            made = parameter_gradients(self.model, images, labels, names, B, create_graph=True)
+        return {name: factor * g for name, g in made.items()}
 
     def _repr_html_(self) -> str:
         released = {name: _shape(gradient) for name, gradient in self.gradients.items()}

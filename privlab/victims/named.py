@@ -125,6 +125,7 @@ def victim(
     start: bool = False,
     classes: int | None = None,
     normalisation: str | None = None,
+    unknown_pe: Literal["mean"] | None = None,
 ) -> Victim:
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
@@ -143,6 +144,7 @@ def victim(
             random weights, that of the whole model.
         normalisation: how the client normalises its images, as `Victim.normalised_by` takes it; None is as the model's
             configuration says, and by ImageNet's mean and deviation where it says nothing.
+        unknown_pe: MJP's E_unk of a model of your own: "mean" is the mean of its position embeddings; None is none.
 
     Raises:
         PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, as one whose `forward`
@@ -154,9 +156,11 @@ def victim(
     check_name("block", block, ("stock", "april"))
     check_range(classes is None or classes >= 1, "classes", "a positive number", classes)
     if isinstance(model, str):
+        if unknown_pe is not None:
+            raise PrivlabError(f"unknown_pe is for a model of your own. Found '{model}': take a `_mjp` victim.")
         made = _make_named(model, str(weights), img_size, seed, start=start, classes=classes)
     else:
-        made = _own(model, weights, seed, classes)
+        made = _own(model, weights, seed, classes, unknown_pe)
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
         if isinstance(model, str):
@@ -185,7 +189,7 @@ def _normalisation(stated: str, channels: int) -> tuple[tuple[float, ...], tuple
     return mean, std
 
 
-def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None) -> Victim:
+def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, unknown_pe: str | None = None) -> Victim:
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
     own = vit = unwrapped(vit)
@@ -207,7 +211,11 @@ def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None) ->
         head = copied.head
         warn(_untrained_head(name, classes), 4)
     _check_classes(name, copied, classes)
-    made = _assemble(name, name, copied, "given")
+    if unknown_pe is not None and (unknown_pe != "mean" or copied.pos_embed is None):
+        found = f"'{unknown_pe}'" if copied.pos_embed is not None else "a model without position embeddings"
+        raise PrivlabError(f"unknown_pe must be 'mean', of a model with position embeddings. Found {found}.")
+    unknown = (None, None) if unknown_pe is None else (_mean_pe(copied), "mean-pe")
+    made = _assemble(name, name, copied, "given", *unknown)
     check_gradients(own, made.model, head)
     return made
 

@@ -1,0 +1,243 @@
+"""A whole run: observe, attack, score, and keep everything in a directory."""
+
+import itertools
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from torch import nn
+
+from privlab.api.steps import Features, Gradient, Part, Update
+from privlab.base import PrivlabError, pick_device, unknown_name, warn
+from privlab.evaluation import Specification
+from privlab.grids import (
+    IN_PROCESS,
+    KNOWN,
+    Case,
+    Engine,
+    Experiment,
+    Layout,
+    Options,
+    beside,
+    lay_out,
+    missing,
+)
+from privlab.grids.fill import fill
+from privlab.images.given import given_images
+from privlab.report.run import Run
+from privlab.runs import execute, own_victim, shown_progress, specify
+from privlab.stores import RunDirectory
+from privlab.victims import Victim, check_plain
+
+
+def attack(
+    victim: str | Sequence[str] | nn.Module | Victim,
+    images: Any = "samples",  # noqa: ANN401
+    labels: Any = None,  # noqa: ANN401
+    *,
+    settings: str | Sequence[str] | None = None,
+    attacks: Part | Sequence[Part] | None = None,
+    defense: Part | Sequence[Part] = "auto",
+    release: Gradient | Features | Update | str | None = None,
+    metrics: str | Sequence[str] | None = None,
+    workers: int = 1,
+    engine: str = "local",
+    out: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,  # noqa: ANN401
+) -> Run:
+    """Attack what clients release, score the reconstructions, and return the run.
+
+    Args:
+        victim: a name, several names, a ViT of timm or transformers of your own, or a `Victim`.
+        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME"; or what `given_images` takes: tensors,
+            arrays, Pillow's images, a data set or a loader.
+        labels: the class of each image, or its classes; "predicted", or a CSV file; None for those of the images.
+        settings: "a", "b" or "c", or several; by default c where a defense is at work, else a.
+        attacks: the attacks; by default all that can run.
+        defense: one defense, or several; "auto" is MJP where the victim has E_unk.
+        release: what the clients release; by default what the defense and the attacks need.
+        metrics: names of metrics; by default all but F-SIM.
+        workers: processes, which get classes and images of this one by cloudpickle.
+        engine: "local", or "ray" for a cluster.
+        out: the directory of the run; an unfinished run in it goes on. None keeps it as long as the result is used.
+        progress: whether a bar shows the images that are done, in Jupyter and on a terminal.
+        options: limit, seed, draws, effort, public, device, batch_size, overwrite, and the other fields of
+            `privlab.evaluation.Specification`.
+
+    Raises:
+        PrivlabError: if something that is asked for does not exist or does not fit, or an attack lacks a capability.
+
+    Warns:
+        PrivlabWarning: for what weakens the verdict.
+    """
+    how = {name: options.pop(name) for name in _SPEED if name in options}
+    given = _Given.of(victim, images, labels)
+    spec = given.specification(
+        settings=settings, attacks=attacks, defense=defense, release=release, metrics=metrics, **options
+    )
+    with _directory(out) as path, shown_progress(shown=progress) as show:
+        outcome = execute(spec, path, own=given.own, engine=_engine(spec, engine, workers), progress=show, **how)
+    for message in outcome.warnings:
+        warn(message)
+    return _run(path, out)
+
+
+def grid(
+    victim: str | list[str] | nn.Module | Victim,
+    images: Any = "samples",  # noqa: ANN401
+    labels: Any = None,  # noqa: ANN401
+    *,
+    workers: int = 1,
+    engine: str = "local",
+    out: str | Path | None = None,
+    progress: bool = True,
+    **arguments: Any,  # noqa: ANN401
+) -> Run:
+    """Run `attack` with each combination of the arguments that are lists, as one run with a case for each.
+
+    Args:
+        victim: as in `attack`, or a list of names.
+        images: as in `attack`.
+        labels: as in `attack`.
+        workers: as in `attack`.
+        engine: as in `attack`.
+        out: as in `attack`; a grid that was killed goes on.
+        progress: as in `attack`.
+        arguments: the other arguments of `attack`, of which any may be a list; `attacks` and `metrics` are lists of one
+            case. A stack of defenses is a tuple.
+
+    Raises:
+        PrivlabError: as in `attack`, and for an empty list.
+    """
+    speed = {name: arguments.pop(name) for name in ("device", "batch_size") if name in arguments}
+    axes = {"victim": victim if isinstance(victim, list) else [victim]}
+    axes |= {name: value for name, value in arguments.items() if isinstance(value, list) and name not in _LISTS}
+    if empty := [name for name, values in axes.items() if not values]:
+        raise PrivlabError(f"A list of a grid needs at least one value. Found none in {empty[0]}.")
+    cases, own = list[Case](), None
+    for point in itertools.product(*axes.values()):
+        values = dict(zip(axes, point, strict=True))
+        given = _Given.of(values.pop("victim"), images, labels)
+        own = given.own
+        spec = given.specification(**arguments | values)
+        options = {name: text for name, value in values.items() for name, text in _said(name, value).items()}
+        options |= {"victim": spec.models[0]} if len(axes["victim"]) > 1 else {}
+        label = ", ".join(f"{name} {text}" for name, text in options.items()) or spec.models[0]
+        runs = tuple(replace(spec, draws=1, draw=spec.draw + i) for i in range(spec.draws))
+        cases += [Case(label, None, runs, options, setting=setting) for setting in spec.settings]
+    metrics = [name for name in cases[0].runs[0].metrics if name in KNOWN]
+    columns = tuple(name for name in metrics if name not in beside(metrics))
+    how = Options(_engine(cases[0].runs[0], engine, workers), strips=sys.maxsize, **speed)
+    with _directory(out) as path, shown_progress(shown=progress) as show:
+        experiment = Experiment(path.name, path.name, None, tuple(cases), Layout(columns))
+        device = pick_device(how.device)
+        mine = own_victim(own, cases[0].runs[0], device)
+        laid = lay_out(experiment, device, mine, begun=RunDirectory(path).begun())
+        run = RunDirectory.create(path, resume=True)
+        fill(laid, missing(laid, path, how), run, how, warn=warn, progress=show)
+    return _run(path, out)
+
+
+_SPEED = ("device", "batch_size", "overwrite")
+_LISTS = ("attacks", "metrics")  # of one case
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What is attacked and on which images, as the specification takes them."""
+
+    name: str | Sequence[str]
+    own: nn.Module | Victim | None
+    images: Any
+    labels: str | Path | None
+
+    @classmethod
+    def of(cls, victim: Any, images: Any, labels: Any) -> "_Given":  # noqa: ANN401
+        own = victim if isinstance(victim, nn.Module | Victim) else None
+        if own is None and not isinstance(victim, Sequence):
+            check_plain(victim)  # it raises what is wrong
+        named = labels if isinstance(labels, str | Path) else None
+        values: Any = None if named is not None else labels
+        if values is not None or not _is_named(images):
+            images = given_images(images, values)
+        name: Any = "own" if own is not None else victim
+        return cls(name, own, images, named)
+
+    def specification(self, **arguments: Any) -> Specification:  # noqa: ANN401
+        """Return the specification of a run with these arguments of `attack`."""
+        for old, new in (("attack", "attacks"), ("setting", "settings")):
+            if old in arguments:
+                raise unknown_name("option", old, [new])
+        arguments |= {} if self.labels is None else {"labels": self.labels}
+        release = _stated_release(arguments.pop("release", None))
+        named = {"setting": arguments.pop("settings", None), "attack": arguments.pop("attacks", None)}
+        return specify(self.name, images=self.images, **named, **release, **arguments)
+
+
+@contextmanager
+def _directory(out: str | Path | None) -> Iterator[Path]:
+    """Yield the directory of a run; a temporary one is removed if the run fails."""
+    path = Path(tempfile.mkdtemp(prefix="privlab-"), "run") if out is None else Path(out)
+    try:
+        yield path
+    except BaseException:
+        if out is None:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        raise
+
+
+def _run(path: Path, out: str | Path | None) -> Run:
+    run = Run(path)
+    if out is None:
+        weakref.finalize(run, shutil.rmtree, path.parent, ignore_errors=True)
+    return run
+
+
+def _said(name: str, value: Any) -> dict[str, str | float | int]:  # noqa: ANN401
+    """Return an argument as options of a case, by which figures find it: of an instance its fields too."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return {name: value if isinstance(value, int | float) else str(value)}
+    own = {f.name: getattr(value, f.name) for f in fields(value)}
+    shown = {key: each for key, each in own.items() if isinstance(each, int | float) and not isinstance(each, bool)}
+    return {name: getattr(value, "name", type(value).__name__), **shown}
+
+
+def _is_named(images: Any) -> bool:  # noqa: ANN401
+    """Return whether images are given by the name of a source, or by paths."""
+    several = [images] if isinstance(images, str | Path) else images
+    return isinstance(several, list | tuple) and all(isinstance(each, str | Path) for each in several)
+
+
+def _stated_release(release: Gradient | Features | Update | str | None) -> dict[str, Any]:
+    """Return a release as fields of the specification."""
+    match release:
+        case str():
+            return {"release": release}
+        case Gradient(batch):
+            return {"release": "gradients", "gradient_batch": batch}
+        case Features(cut_layer, batch):
+            return {"release": "features", "cut_layer": cut_layer, "client_batch": batch}
+        case Update(client):
+            return {"client": client}
+        case None:
+            return {}
+
+
+def _engine(spec: Specification, name: str, workers: int) -> Engine:
+    """Return where tasks run: in this process, with a warning, if other processes cannot have a class or an image."""
+    if workers == 1 and name == "local":
+        return IN_PROCESS
+    try:
+        cloudpickle.dumps(spec)
+    except Exception as error:  # pickle raises whatever an object's own methods do
+        warn(f"workers={workers} needs what can be pickled. Found {error}: it runs in this process.")
+        return IN_PROCESS
+    return Engine(name, workers)
