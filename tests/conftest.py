@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))  # the tests try the clone that they are in, also 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let `.ci/run` take another third of the slow tests for each commit."""
-    parser.addoption("--third", type=int, choices=(0, 1, 2), help="run this third of the tests, by their names")
+    """Let `.ci/run` take another tenth of the slow tests for each commit."""
+    parser.addoption("--tenth", type=int, choices=range(10), help="run this tenth of the tests, by their names")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -179,13 +179,13 @@ def vit() -> "VisionTransformer":
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of other thirds, and skip the GPU tests where there is no GPU."""
+    """Leave out the tests of other tenths, and skip the GPU tests where there is no GPU."""
     import torch
 
-    if (third := config.getoption("--third")) is not None:
-        left_out = [item for item in items if crc32(item.nodeid.encode()) % 3 != third]
+    if (tenth := config.getoption("--tenth")) is not None:
+        left_out = [item for item in items if crc32(item.nodeid.encode()) % 10 != tenth]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if crc32(item.nodeid.encode()) % 3 == third]
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % 10 == tenth]
 
     if torch.cuda.is_available():
         return
