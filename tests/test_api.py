@@ -1,5 +1,6 @@
 """The Python interface: what is given as objects, and what a run gives back."""
 
+import copy
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import privlab
 from privlab.attacks import LeastSquares, MjpFull, PatchGradient, PatchUpdate
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import Mjp, RowPermutation
+from privlab.images import to_pil
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 QUICK: dict[str, Any] = {"settings": "a", "attacks": "patch-gradient", "metrics": "psnr", "progress": False}
@@ -210,3 +212,42 @@ def test_gradients_of_images_are_those_that_are_released_and_can_be_followed(pho
 
 def test_strips_are_a_figure(run: privlab.Run) -> None:
     assert len(run.plot("strips").axes) == 3
+
+
+def trained(photos: Tensor, images: int = 1) -> tuple[dict[str, Tensor], torch.nn.Module]:
+    """Return the weights before and the model after one step of SGD on photographs."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    before = copy.deepcopy(model.state_dict())
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = (photos[:images] - torch.tensor([0.5]).view(1, 1, 1, 1)) / 0.5
+    torch.nn.functional.cross_entropy(model(x), torch.arange(images)).backward()
+    optimiser.step()
+    return before, model
+
+
+def test_an_update_is_audited_from_state_dicts_and_models(photos: Tensor, tmp_path: Path) -> None:
+    before, model = trained(photos)
+    run = privlab.audit_update(
+        before, model, model=model, client=privlab.Client(lr=0.01, steps=1), normalisation="inception"
+    )
+    assert run.leaks is True
+    assert run.verdict
+    to_pil(photos[0]).save(tmp_path / "x.png")
+    scored = privlab.audit_update(
+        before, model, model=model, client="sgd", normalisation="inception", reference=tmp_path / "x.png",
+        attacks="patch-update", metrics="psnr", out=tmp_path / "audit",
+    )  # fmt: skip
+    assert scored.records.query("attack == 'patch-update'").psnr.max() > 50
+    assert privlab.load(tmp_path / "audit").leaks is True
+    with pytest.raises(PrivlabError, match="both"):
+        privlab.audit_update("before.pth", model, model=model)
+    with pytest.raises(PrivlabError, match="timm"):
+        privlab.audit_update(before, model, model=torch.nn.Linear(1, 1))
+
+
+def test_a_gradient_is_audited_with_the_model_of_its_step(photos: Tensor, tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    torch.nn.functional.cross_entropy(model((photos[:1] - 0.5) / 0.5), torch.tensor([3])).backward()
+    privlab.capture(model, tmp_path / "step.safetensors", batch_size=1)
+    run = privlab.audit_gradients(tmp_path / "step.safetensors", model=model, normalisation="inception")
+    assert run.leaks is True

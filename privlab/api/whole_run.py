@@ -83,11 +83,11 @@ def attack(
     spec = given.specification(
         settings=settings, attacks=attacks, defense=defense, release=release, metrics=metrics, **options
     )
-    with _directory(out) as path, shown_progress(shown=progress) as show:
+    with run_directory(out) as path, shown_progress(shown=progress) as show:
         outcome = execute(spec, path, own=given.own, engine=_engine(spec, engine, workers), progress=show, **how)
     for message in outcome.warnings:
         warn(message)
-    return _run(path, out)
+    return kept_run(path, out)
 
 
 def grid(
@@ -136,14 +136,14 @@ def grid(
     metrics = [name for name in cases[0].runs[0].metrics if name in KNOWN]
     columns = tuple(name for name in metrics if name not in beside(metrics))
     how = Options(_engine(cases[0].runs[0], engine, workers), strips=sys.maxsize, **speed)
-    with _directory(out) as path, shown_progress(shown=progress) as show:
+    with run_directory(out) as path, shown_progress(shown=progress) as show:
         experiment = Experiment(path.name, path.name, None, tuple(cases), Layout(columns))
         device = pick_device(how.device)
         mine = own_victim(own, cases[0].runs[0], device)
         laid = lay_out(experiment, device, mine, begun=RunDirectory(path).begun())
         run = RunDirectory.create(path, resume=True)
         fill(laid, missing(laid, path, how), run, how, warn=warn, progress=show)
-    return _run(path, out)
+    return kept_run(path, out)
 
 
 _SPEED = ("device", "batch_size", "overwrite")
@@ -183,7 +183,7 @@ class _Given:
 
 
 @contextmanager
-def _directory(out: str | Path | None) -> Iterator[Path]:
+def run_directory(out: str | Path | None) -> Iterator[Path]:
     """Yield the directory of a run; a temporary one is removed if the run fails."""
     path = Path(tempfile.mkdtemp(prefix="privlab-"), "run") if out is None else Path(out)
     try:
@@ -194,7 +194,8 @@ def _directory(out: str | Path | None) -> Iterator[Path]:
         raise
 
 
-def _run(path: Path, out: str | Path | None) -> Run:
+def kept_run(path: Path, out: str | Path | None) -> Run:
+    """Return the run of a directory; without `out` the directory is removed with the object."""
     run = Run(path)
     if out is None:
         weakref.finalize(run, shutil.rmtree, path.parent, ignore_errors=True)

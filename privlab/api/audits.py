@@ -1,0 +1,147 @@
+"""Audits: what a real client released, as files, state dicts or models."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from privlab.api.steps import Part
+from privlab.api.whole_run import kept_run, run_directory
+from privlab.base import PrivlabError
+from privlab.release import recorded_cut_layer
+from privlab.release.capture import capture_update
+from privlab.report.run import Run
+from privlab.runs import audit, specify
+from privlab.runs.audit_gradients import audit_gradients as run_audit
+from privlab.threat import Client
+
+Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Tensor]
+
+
+def audit_update(
+    before: Weights,
+    after: Weights,
+    *,
+    model: str | nn.Module,
+    client: Client | str = "sgd",
+    attacks: Part | Sequence[Part] | None = None,
+    reference: str | Path | None = None,
+    out: str | Path | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Run:
+    """Attack the update of a client's round, and return the run; `leaks` and `verdict` say what was found.
+
+    Args:
+        before: the weights that the client began with: a file, a state dict or a model.
+        after: the weights that it sent.
+        model: the client's model: a name, or a model of timm.
+        client: how the client trained; what is not stated is fitted to the update where that can be.
+        attacks: the attacks; by default all that can run.
+        reference: the file of the private image, by which reconstructions are scored.
+        out: the directory of the run; None keeps it as long as the result is used.
+        options: normalisation, defense, device, overwrite, metrics, seed.
+
+    Raises:
+        PrivlabError: for weights that do not fit the model, or a client that cannot have trained them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(before, str | Path) and isinstance(after, str | Path):
+            files = (Path(before), Path(after))
+        elif isinstance(before, str | Path) or isinstance(after, str | Path):
+            raise PrivlabError("before and after must both be files, or both be state dicts or models.")
+        else:
+            files = capture_update(before, after, folder)
+        return _audit(files, model, "a", attacks, reference, out, options | {"client": client})
+
+
+def audit_gradients(
+    file: str | Path,
+    *,
+    model: str | nn.Module,
+    attacks: Part | Sequence[Part] | None = None,
+    reference: str | Path | None = None,
+    out: str | Path | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Run:
+    """Attack the gradient of a training step that `privlab.capture` saved, and return the run.
+
+    Args:
+        file: what `privlab.capture` wrote.
+        model: the client's model: a name with `weights`, or a model of timm whose weights are those of the step.
+        attacks: as in `audit_update`.
+        reference: as in `audit_update`.
+        out: as in `audit_update`.
+        options: weights, normalisation, defense, device, overwrite, metrics, seed.
+
+    Raises:
+        PrivlabError: for a file that cannot be read or does not fit the model.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(model, nn.Module):
+            options["weights"] = _saved(model, Path(folder))
+        return _audit(Path(file), model, "c", attacks, reference, out, options | {"release": "gradients"})
+
+
+def audit_features(
+    folder: str | Path,
+    *,
+    model: str,
+    attacks: Part | Sequence[Part] | None = None,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Run:
+    """Attack the features that a server of split learning recorded, and return the run; no image is known.
+
+    Args:
+        folder: what `privlab split serve --record` wrote.
+        model: the name of the public base of the client.
+        attacks: as in `audit_update`.
+        limit: the most batches of each session and kind; None for all.
+        out: as in `audit_update`.
+        options: weights, img_size, defense, public, device, overwrite, seed.
+
+    Raises:
+        PrivlabError: if there is no recording, or it does not fit the model.
+    """
+    how = {name: options.pop(name) for name in ("device", "overwrite") if name in options}
+    cut = {"release": "features", "cut_layer": recorded_cut_layer(Path(folder))}
+    spec = specify(model, "c", attack=attacks, images=folder, **cut, **options)
+    with run_directory(out) as path:
+        audit(Path(folder), spec, out=path, limit=limit, **how)
+    return kept_run(path, out)
+
+
+def _audit(
+    files: Path | tuple[Path, Path],
+    model: str | nn.Module,
+    setting: str,
+    attacks: Part | Sequence[Part] | None,
+    reference: str | Path | None,
+    out: str | Path | None,
+    options: dict[str, Any],
+) -> Run:
+    how = {name: options.pop(name) for name in ("device", "overwrite") if name in options}
+    name, own = (model, {}) if isinstance(model, str) else _named(model)
+    spec = specify(name, setting, attack=attacks, **own | options)
+    with run_directory(out) as path:
+        run_audit(files, spec, out=path, reference=None if reference is None else Path(reference), **how)
+    return kept_run(path, out)
+
+
+def _named(model: nn.Module) -> tuple[str, dict[str, Any]]:
+    """Return the name by which timm makes a model, and its size; the weights come from files."""
+    config, embedding = getattr(model, "pretrained_cfg", None) or {}, getattr(model, "patch_embed", None)
+    if "architecture" not in config or embedding is None:
+        raise PrivlabError(f"model must be a name or a model of timm. Found {type(model).__name__}.")
+    return f"timm:{config['architecture']}", {"img_size": embedding.img_size[0]}
+
+
+def _saved(model: nn.Module, folder: Path) -> str:
+    from safetensors.torch import save_file
+
+    path = folder / "weights.safetensors"
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
+    return str(path)
