@@ -225,10 +225,17 @@ def trained(photos: Tensor, images: int = 1) -> tuple[dict[str, Tensor], torch.n
     return before, model
 
 
+@pytest.mark.slow
 def test_an_update_is_audited_from_state_dicts_and_models(photos: Tensor, tmp_path: Path) -> None:
     before, model = trained(photos)
+    client = privlab.Client(lr=0.01, steps=1)
     run = privlab.audit_update(
-        before, model, model=model, client=privlab.Client(lr=0.01, steps=1), normalisation="inception"
+        before,
+        model,
+        model=model,
+        client=privlab.Client(lr=0.01, steps=1),
+        normalisation="inception",
+        attacks="patch-update",
     )
     assert run.leaks is True
     assert run.verdict
@@ -249,5 +256,7 @@ def test_a_gradient_is_audited_with_the_model_of_its_step(photos: Tensor, tmp_pa
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
     torch.nn.functional.cross_entropy(model((photos[:1] - 0.5) / 0.5), torch.tensor([3])).backward()
     privlab.capture(model, tmp_path / "step.safetensors", batch_size=1)
-    run = privlab.audit_gradients(tmp_path / "step.safetensors", model=model, normalisation="inception")
+    run = privlab.audit_gradients(
+        tmp_path / "step.safetensors", model=model, normalisation="inception", attacks="patch-gradient"
+    )
     assert run.leaks is True
