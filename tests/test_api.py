@@ -233,7 +233,7 @@ def test_an_update_is_audited_from_state_dicts_and_models(photos: Tensor, tmp_pa
         before,
         model,
         model=model,
-        client=privlab.Client(lr=0.01, steps=1),
+        client=client,
         normalisation="inception",
         attacks="patch-update",
     )
