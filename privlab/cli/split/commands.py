@@ -15,6 +15,7 @@ from privlab.base import PrivlabError
 from privlab.cli import common as shared
 from privlab.cli.names import FROM_ZERO, PATH, POSITIVE, STACK, VICTIM
 from privlab.cli.split.output import print_event, print_inference, print_training, say, show_event, training_bar
+from privlab.split.client import RETRY_SECONDS
 
 if TYPE_CHECKING:
     from privlab.split import Client
@@ -58,7 +59,7 @@ _SERVER = shared.all_of(
     click.option("--tls-cert", type=PATH, help="This client's certificate (PEM), if the server asks for one."),
     click.option("--tls-key", type=PATH, help="Its key (PEM)."),
     click.option(
-        "--retry-for", type=click.FloatRange(min=0), default=60,
+        "--retry-for", type=click.FloatRange(min=0), default=RETRY_SECONDS,
         help="Seconds to go on trying when the server does not answer.",
     ),
     click.option(

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError, Progress, full_precision
+from privlab.split.client import RETRY_SECONDS
 from privlab.split.client.client import Client, Lost, Patience, Remote, Traffic
 from privlab.split.client.data import Batches, Dataset
 from privlab.split.client.learner import Learner
@@ -57,7 +58,7 @@ class Trainer:
     _: KW_ONLY
     facts: dict[str, Any] = field(default_factory=dict)
     session: str = ""
-    retry_for: float = 60.0
+    retry_for: float = RETRY_SECONDS
     tell: Callable[[str], None] = lambda message: None
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ def infer(
     *,
     session: str = "",
     traffic: Traffic | None = None,
-    retry_for: float = 60.0,
+    retry_for: float = RETRY_SECONDS,
     tell: Callable[[str], None] = lambda message: None,
     progress: Progress = lambda done, total: None,
 ) -> Float[Tensor, "n y"]:
