@@ -1,16 +1,13 @@
 """The entries of this package, and those of a folder: cards, and the results that were measured of them."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from privlab.base import PrivlabError, first, read_text, warn
+from privlab.base import PrivlabError, first, warn
 from privlab.benchmark.cards import Card, read_card
 from privlab.benchmark.results import Result, parse_result, read_result
-from privlab.benchmark.standing import PACKAGE, Told, result_texts
-from privlab.evaluation import CONTROL
+from privlab.benchmark.standing import PACKAGE, result_texts
 
 
 def entries(folders: Sequence[Path] = ()) -> list[Result]:
@@ -75,72 +72,3 @@ def _defenses() -> tuple[Card, ...]:
     """Return the cards of this package's defenses, of all tracks, which are read once in a process."""
     cards = (read_card(path) for path in sorted((PACKAGE / "cards").glob("*.toml")))
     return tuple(card for card in cards if card.kind == "defense")
-
-
-@cache
-def told_of_package() -> Mapping[tuple[str, str], Told]:
-    """Return what `told` does of this package's files, which are read once in a process."""
-    return told(PACKAGE / "identity")
-
-
-def told(folder: Path) -> dict[tuple[str, str], Told]:
-    """Return how often the photograph of each entry is told, by track and name, from what `privlab identify` printed.
-
-    The table of a file TABLE-pictures.json or TABLE-releases.json has a case for each entry, with the track as its
-    group and the name as its label. Of several features, attacks and files the one with the highest rate among the most
-    candidates counts.
-
-    Args:
-        folder: of the files, each the output of `privlab identify runs/TABLE … --json`.
-
-    Raises:
-        PrivlabError: if a file has no such rows, or is of no entry of this package.
-    """
-    known = {f"{card.track} {card.name}": (card.track, card.name) for card in _defenses()}
-    rows = [row for path in sorted(folder.glob("*.json")) for row in _identified(path)]
-    for row in rows:
-        if row["case"] not in known:
-            raise PrivlabError(
-                f"'{row['path']}' has the case '{row['case']}'. It must be 'TRACK ENTRY', with an entry of this "
-                "package."
-            )
-    found = {key: _best([row for row in rows if row["case"] == case]) for case, key in known.items()}
-    return {key: own for key, own in found.items() if own is not None}
-
-
-def _identified(path: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of a file of `privlab identify --json`, each with the file's path."""
-    names = ("case", "attack", "features", "n", "rank_1", "low", "high", "images")
-    try:
-        rows = json.loads(read_text(path, "file of privlab identify"))["identity"]
-        return [{"path": path} | {name: row[name] for name in names} for row in rows]
-    except (ValueError, KeyError, TypeError):
-        raise PrivlabError(f"'{path}' is not what privlab identify --json prints: it has no rows 'identity'.") from None
-
-
-def _best(rows: Sequence[Mapping[str, Any]]) -> Told | None:
-    """Return the best of what was compared for an entry; None of controls alone, or of nothing."""
-    most = max((row["n"] for row in rows), default=0)
-    controls, attacks = [], []
-    for row in rows:
-        if row["n"] == most:
-            (controls if row["attack"].startswith(CONTROL) else attacks).append(row)
-    if not attacks:
-        return None
-    best = max(attacks, key=lambda row: row["rank_1"])
-    table, _, compared = best["path"].stem.rpartition("-")
-    by, option = f"{best['features']} of pictures by {best['attack']}", ""
-    if compared != "pictures":
-        by, option = best["features"].replace("release", compared), f" --compare {compared}"
-    run = f"privlab table {table} --images FOLDER --manifest privlab/benchmark/tracks/public.csv"
-    return Told(
-        rate=best["rank_1"],
-        low=best["low"],
-        high=best["high"],
-        images=best["images"],
-        among=most,
-        control=max((row["rank_1"] for row in controls), default=0.0),
-        by=by,
-        commands=(run, f"privlab identify runs/{table} --candidates FOLDER --among 2,10,50,500{option} --json"),
-        compared=tuple(sorted({row["path"].stem.rpartition("-")[2] for row in attacks})),
-    )

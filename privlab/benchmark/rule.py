@@ -12,10 +12,10 @@ from dataclasses import replace
 import pandas as pd
 
 from privlab.benchmark.cards import Card
-from privlab.benchmark.entries import of_package, told_of_package
+from privlab.benchmark.entries import of_package
 from privlab.benchmark.judged import NO_ADAPTIVE, OF_ROWS, Judged, check_concluded, conclude, judge, number, worst_cases
 from privlab.benchmark.results import Result
-from privlab.benchmark.standing import PACKAGE, Standing, Told, concluded_rows
+from privlab.benchmark.standing import PACKAGE, Standing, Told, concluded_rows, told_of_package
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES
 from privlab.evaluation import CONTROL

@@ -14,8 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from privlab.base import write_whole
-
 if TYPE_CHECKING:
     from privlab.benchmark.judged import Judged
     from privlab.benchmark.results import Result
@@ -24,7 +22,10 @@ PACKAGE = Path(str(files("privlab.experiments") / "benchmark"))
 """The folder of the entries that come with privlab: cards/*.toml and results/*.json, packed in results.tar.xz."""
 
 CONCLUDED = PACKAGE / "concluded" / "standing.json"
-"""The file with the rows of these entries."""
+"""The file with the rows of these entries, which `.ci/conclude_entries.py` writes."""
+
+IDENTITY = PACKAGE / "concluded" / "identity.json"
+"""The file that says how often the photographs of these entries are told, which the same script writes."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,12 @@ def result_texts() -> dict[str, bytes]:
         return {name: content.read() for name, content in members if content is not None}
 
 
-def _evidence() -> str:
+def evidence() -> str:
     """Return the SHA-256 of what the rows of this package rest on: results, identities, and the tracks' files."""
     digest = hashlib.sha256()
     texts = [*result_texts().values()]
-    for folder in (PACKAGE / "identity", Path(str(files("privlab.benchmark") / "tracks"))):
-        texts += [path.read_bytes() for path in sorted(folder.glob("*.*"))]
+    tracks = Path(str(files("privlab.benchmark") / "tracks"))
+    texts += [path.read_bytes() for path in (IDENTITY, *sorted(tracks.glob("*.*")))]
     for text in texts:
         digest.update(hashlib.sha256(text).digest())
     return digest.hexdigest()
@@ -154,23 +155,23 @@ def concluded_rows() -> tuple[tuple[Standing, Mapping[str, Any]], ...]:
     try:
         kept = json.loads(CONCLUDED.read_text("utf-8"))
         rows = kept["rows"]
-        if kept["sha256"] != _hash_of(rows) or kept["evidence"] != _evidence():
+        if kept["sha256"] != hash_of(rows) or kept["evidence"] != evidence():
             return ()
     except (OSError, ValueError, KeyError, TypeError):
         return ()
     return tuple((replace(Standing.of_json(row), by=judged["by"]), judged) for row, judged in rows)
 
 
-def write_concluded(rows: Sequence[Standing]) -> None:
-    """Keep the rows of this package's entries, which `standings` concludes from its results alone."""
-    found = [[row.as_json(), row.judged.as_json()] for row in rows if row.judged is not None]
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in found)
-    text = f'{{"evidence": "{_evidence()}", "sha256": "{_hash_of(found)}", "rows": [\n{lines}\n]}}\n'
-    write_whole(CONCLUDED, lambda draft: draft.write_text(text, "utf-8"))
-
-
-def _hash_of(rows: Sequence[Any]) -> str:
+def hash_of(rows: Sequence[Any]) -> str:
+    """Return the SHA-256 of kept rows, by which an edited file is known."""
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def told_of_package() -> Mapping[tuple[str, str], Told]:
+    """Return how often the photographs of this package's entries are told, by track and name."""
+    rows = json.loads(IDENTITY.read_text("utf-8"))
+    return {(row.pop("track"), row.pop("name")): Told(**with_tuples(row)) for row in rows}
 
 
 def listed(folders: Sequence[Path] = ()) -> list[Standing]:

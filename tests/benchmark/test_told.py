@@ -1,6 +1,7 @@
 """Whether the photograph of an entry is told among candidates: what files of `privlab identify` say, on the page."""
 
 import json
+import runpy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 
 from privlab.base import PrivlabError
-from privlab.benchmark.entries import entries, told, told_of_package
+from privlab.benchmark.entries import entries
 from privlab.benchmark.page import fragment
 from privlab.benchmark.rule import standings
-from privlab.benchmark.standing import Standing, Told
+from privlab.benchmark.standing import IDENTITY, PACKAGE, Standing, Told, told_of_package
+
+CONCLUDE = runpy.run_path(str(Path(__file__).parents[2] / ".ci/conclude_entries.py"))
+told = CONCLUDE["told"]
 
 
 def row(case: str = "gradients svt-privacy", attack: str = "patch-gradient-adaptive", **own: Any) -> dict[str, Any]:
@@ -119,6 +123,8 @@ def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standi
 def test_the_entries_of_the_package_have_what_was_measured() -> None:
     found = told_of_package()
     assert len(found) > 1
+    assert found == told(PACKAGE / "identity"), "Run python .ci/conclude_entries.py"
+    assert CONCLUDE["identity_text"](found) == IDENTITY.read_text("utf-8")
     some = [each for each in entries() if each.path.stem in ("gradients-svt", "gradients-sign")]
     rows = {(each.track, each.name): each for each in standings(some)}
     assert len(rows) == 2
