@@ -64,19 +64,27 @@ def admit(
         PrivlabError: if the defense cannot be run, or the victim is one that it, or the control, does not fit.
     """
     model = small_victim() if model is None else model
-    images = photographs(model) if images is None else images
+    case = case_of(defense, model, photographs(model) if images is None else images, seed)
+    with same_random_state(), full_precision(), quiet():
+        return tuple(_checks(case, model))
+
+
+def case_of(defense: AnyDefense, model: VictimModel, images: Float[Tensor, "n c h w"], seed: int = 0) -> Case:
+    """Return a defense with two clients that it is tried on.
+
+    Args:
+        defense: a defense on images, features or gradients.
+        model: the victim, which is copied in float64.
+        images: three images in [0, 1], as `admit` takes them.
+        seed: seed of the draws and of the directions of finite differences.
+    """
     if images.shape != (3, *model.image_shape):
         expected = (3, *model.image_shape)
         raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
     subject = TwoClients(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
     if isinstance(defense, GradientDefense):
-        case: Case = OnGradients(defense, subject)
-    elif isinstance(defense, FeatureDefense):
-        case = OnFeatures(defense, subject)
-    else:
-        case = OnImages(defense, subject)
-    with same_random_state(), full_precision(), quiet():
-        return tuple(_checks(case, model))
+        return OnGradients(defense, subject)
+    return OnFeatures(defense, subject) if isinstance(defense, FeatureDefense) else OnImages(defense, subject)
 
 
 def small_victim(

@@ -9,11 +9,12 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from privlab.admission import Check, admit_attack
-from privlab.admission.admit import admit
+from privlab.admission.admit import admit, case_of, photographs
+from privlab.admission.claims import apart
 from privlab.admission.confinement import REFUSED
 from privlab.base import PrivlabError, collect_warnings, draw_for, options_of, versions
 from privlab.benchmark.cards import Card, instances
@@ -31,7 +32,7 @@ from privlab.grids import IN_PROCESS, Engine
 from privlab.images import open_images
 from privlab.release import observe, observe_updates, predictions, released_parameters, send
 from privlab.report.tables.knowledge import declared_defenses, knows
-from privlab.threat import ClientData, Draws, Stack, acts_on, defense_declarations
+from privlab.threat import ClientData, Draws, Stack, defense_declarations
 from privlab.victims import VictimModel, victim
 
 Say = Callable[[str], object]
@@ -308,20 +309,7 @@ def _check_epsilon(where: str, epsilon: float, parts: Sequence[Any], model: Vict
 
 
 def draws_nothing(part: Any, model: VictimModel) -> bool:  # noqa: ANN401
-    """Return whether a defense releases the same of the same for two different draws, in the shapes of a victim."""
-    return torch.equal(*(_release(part, model, seed) for seed in (1, 2)))
-
-
-def _release(part: Any, model: VictimModel, seed: int) -> Tensor:  # noqa: ANN401
-    same = Generator().manual_seed(0)
-    own, other, batch, key = (Generator().manual_seed(number) for number in (10 * seed, 10 * seed + 1, seed, seed))
-    if acts_on(type(part)) == "gradients":
-        gradients = {name: torch.randn(2, *W.shape, generator=same) for name, W in model.vit.named_parameters()}
-        return torch.cat([each.flatten() for each in part.release(gradients, [own, other]).values()])
-    if acts_on(type(part)) == "features":
-        tokens = model.vit.patch_embed.num_patches + model.vit.num_prefix_tokens
-        features = torch.randn(2, tokens, model.vit.embed_dim, generator=same)
-        draws = Draws([own, other], batch, key)
-        return Stack((part,)).send(features, model.vit.num_prefix_tokens, draws).features
-    images = torch.rand(2, *model.image_shape, generator=same)
-    return Stack((part,)).feed(images, model.patch, [own, other], key=key).images
+    """Return whether a defense releases the same of the same images for two different draws, in a victim's shapes."""
+    case: Any = case_of(part, model, photographs(model))
+    first, second = (case.tensors(case.run(case.inputs(), case.subject.draws(number))) for number in (0, 1))
+    return apart(first, second) == 0
