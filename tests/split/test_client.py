@@ -102,9 +102,10 @@ def test_a_trained_run_answers_as_it_learnt(server: Any, client: Any, tiny: Any,
         trainer = tiny.Trainer(learner, client(running), tmp_path)
         trainer.train(tiny.batches(), tiny.STEPS)
         answers = infer(learner, client(running), data, session=trainer.session)
-        from privlab.split.protocol.checkpoint import SessionCheckpoints
+        from privlab.split.protocol.checkpoint import SessionCheckpoints, read
 
-        tensors = SessionCheckpoints(tmp_path / "state" / trainer.session[:12]).read(tiny.STEPS)[0]
+        stored = SessionCheckpoints(tmp_path / "state" / trainer.session[:12])
+        tensors = read(stored.path(tiny.STEPS))[0]
     model = learner.model
     state = {f"vit.{n.removeprefix('backbone.')}": t for n, t in tensors.items() if n.startswith("backbone.")}
     assert not model.load_state_dict(state, strict=False).unexpected_keys

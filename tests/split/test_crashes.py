@@ -22,7 +22,7 @@ def servers_state(state: Path) -> tuple[dict[str, Tensor], int]:
     """Return the last checkpoint of the one session of a server, and how many steps it has."""
     (folder,) = (path for path in state.iterdir() if path.is_dir())
     stored = SessionCheckpoints(folder)
-    return stored.read(stored.steps()[0])[0], stored.steps()[0]
+    return read(stored.path(stored.steps()[0]))[0], stored.steps()[0]
 
 
 @pytest.fixture

@@ -215,10 +215,10 @@ def test_checkpoints_are_kept_as_told(tmp_path: Path) -> None:
     stored = SessionCheckpoints(tmp_path / "session")
     assert stored.steps() == []
     for step in (2, 10, 4):
-        stored.write(step, {"a": batch(step)}, {"step": step})
+        write(stored.path(step), {"a": batch(step)}, {"step": step})
     assert stored.steps() == [10, 4, 2]
-    assert torch.equal(stored.read(4)[0]["a"], batch(4))
-    assert stored.read(10, only_facts=True) == ({}, {"step": 10})
+    assert torch.equal(read(stored.path(4))[0]["a"], batch(4))
+    assert read(stored.path(10), only_facts=True) == ({}, {"step": 10})
     stored.keep({4, 6})
     assert stored.steps() == [4]
     with pytest.raises(PrivlabError, match="cannot be made"):
@@ -236,7 +236,7 @@ def test_a_server_whose_disk_is_full_goes_on_and_keeps_what_it_called_durable(
         def fill(done: Any) -> None:
             durable.append(done.durable)
             if done.step == 5:
-                monkeypatch.setattr("privlab.split.server.session.SessionCheckpoints.write", refuse)
+                monkeypatch.setattr("privlab.split.server.session.write", refuse)
 
         trainer.train(tiny.batches(), tiny.STEPS, fill)
     torch.testing.assert_close(learner.losses.tolist(), alone(learner.contract, tiny.STEPS), rtol=0, atol=1e-4)
@@ -247,7 +247,7 @@ def test_a_server_whose_disk_is_full_goes_on_and_keeps_what_it_called_durable(
     assert read(tmp_path / "client" / "client.safetensors")[1]["step"] == 4
 
 
-def refuse(self: object, step: int, tensors: object, facts: object) -> None:
+def refuse(path: Path, tensors: object, facts: object) -> None:
     raise PrivlabError("full")
 
 

@@ -33,13 +33,14 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
     """Write tensors and plain facts as one file, atomically: an older file stays until the new one is on the disk.
 
     Args:
-        path: the safetensors file to be written, of mode 0600.
+        path: the safetensors file to be written, of mode 0600; its folder is made if it does not exist.
         tensors: tensors by name, on any device.
         facts: plain data that JSON can hold.
 
     Raises:
         PrivlabError: if the disk is full or the folder cannot be written.
     """
+    private_folder(path.parent)
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         write_whole(
@@ -79,29 +80,15 @@ class SessionCheckpoints:
         names = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.safetensors"))
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Write the checkpoint of a step, as `write` does; the folder is made if it does not exist.
-
-        Args:
-            step: the number of the step, which names the file.
-            tensors: the session's state by name, as `Session.tensors` returns it.
-            facts: plain data that JSON can hold, such as the session's id and contract.
-        """
-        write(private_folder(self.folder) / self._name(step), tensors, facts)
-
-    def read(self, step: int, *, only_facts: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and facts of a step's checkpoint, as `read` does for its file."""
-        return read(self.folder / self._name(step), only_facts=only_facts)
+    def path(self, step: int) -> Path:
+        """Return the file of a step's checkpoint."""
+        return self.folder / f"step-{step:08d}.safetensors"
 
     def keep(self, steps: Container[int]) -> None:
         """Remove the checkpoints of all other steps."""
         for step in self.steps():
             if step not in steps:
-                (self.folder / self._name(step)).unlink(missing_ok=True)
-
-    @staticmethod
-    def _name(step: int) -> str:
-        return f"step-{step:08d}.safetensors"
+                self.path(step).unlink(missing_ok=True)
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:

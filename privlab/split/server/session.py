@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.release import SessionRecorder
 from privlab.split.protocol.backbone import Backbone
-from privlab.split.protocol.checkpoint import SessionCheckpoints, optimizer_state, restore_optimizer
+from privlab.split.protocol.checkpoint import SessionCheckpoints, optimizer_state, restore_optimizer, write
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.split_pb2 import Opened, Reply, Request, Saved, Tensors
 from privlab.split.protocol.wire import HEADER_BYTES, is_finite, pack, unpack, unpack_state
@@ -194,7 +194,7 @@ class Live:
             return
         try:
             facts = {"session": self.id_, "step": step, "contract": asdict(self.session.contract)}
-            self.stored.write(step, self.session.tensors(), facts)
+            write(self.stored.path(step), self.session.tensors(), facts)
         except PrivlabError as error:
             self.log("not saved", self.name, step=step, durable=self.durable, reason=str(error))
             return

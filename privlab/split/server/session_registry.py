@@ -15,7 +15,7 @@ import torch
 from privlab.base import PrivlabError, check_range
 from privlab.release import Recorder
 from privlab.split.protocol.backbone import Backbone, check_cut
-from privlab.split.protocol.checkpoint import SessionCheckpoints
+from privlab.split.protocol.checkpoint import SessionCheckpoints, read
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.split_pb2 import Open
 from privlab.split.protocol.wire import HEADER_BYTES
@@ -142,7 +142,7 @@ class Sessions:
         stored = self._checkpoints(asked)
         for step in stored.steps():
             try:
-                return str(stored.read(step, only_facts=True)[1]["session"])
+                return str(read(stored.path(step), only_facts=True)[1]["session"])
             except (PrivlabError, KeyError) as error:
                 self.log("unreadable", asked[:_NAME_LENGTH], step=step, reason=str(error))
         return ""
@@ -187,7 +187,7 @@ class Sessions:
             if candidate not in stored.steps():
                 continue
             try:
-                tensors, facts = stored.read(candidate)
+                tensors, facts = read(stored.path(candidate))
             except PrivlabError as error:
                 self.log("unreadable", stored.folder.name, step=candidate, reason=str(error))
                 continue
