@@ -208,7 +208,7 @@ class Measurement:
             alone = [each for each in used if _name(each) == row["attack"]]
             spec = replace(self.specification(case, setting, alone), draw=draw)
         self._run(spec, BUNDLED)
-        (name,) = (name for name, each in _runs(spec, BUNDLED).items() if row["image_sha256"] in each.counted)
+        (name,) = (name for name, (_, counted) in _runs(spec, BUNDLED).items() if row["image_sha256"] in counted)
         return self._directory(spec, name).absolute()
 
     def again(self, case: TrackCase, setting: str, draw: int, wanted: Sequence[str]) -> pd.DataFrame:
@@ -242,14 +242,14 @@ class Measurement:
 
     def _run(self, spec: Specification, part: str, wanted: Sequence[str] | None = None) -> pd.DataFrame:
         names, found, written = photographs(part), [], self.out is not None
-        for name, each in _runs(spec, part, wanted).items():
+        for name, (attacked, counted) in _runs(spec, part, wanted).items():
             with tempfile.TemporaryDirectory() as temporary:
                 path = (Path(temporary) if self.out is None else self.out.absolute()) / f"{name}.csv"
-                source = write_manifest(part, self.how.folder, path, each.attacked)
+                source = write_manifest(part, self.how.folder, path, attacked)
                 whole = replace(spec, images=(source,), manifest=str(path))
                 directory = self._directory(spec, name) if written else Path(temporary, "run")
                 done = execute(whole, directory, strips=written and part == BUNDLED, engine=self.engine)
-            found.append(done.records.loc[done.records.image_sha256.isin(each.counted)])
+            found.append(done.records.loc[done.records.image_sha256.isin(counted)])
         records = pd.concat(found, ignore_index=True)
         return records.assign(image=[names[sha] for sha in records.image_sha256])
 
@@ -258,27 +258,22 @@ def _name(attack: Any) -> str:  # noqa: ANN401
     return getattr(attack, "name", attack)
 
 
-@dataclass(frozen=True)
-class _Attacked:
-    """The photographs of one run, and those of them whose rows count."""
+def _runs(
+    spec: Specification, part: str, wanted: Sequence[str] | None = None
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the photographs of each run of a part, and those whose rows count, by the name of the run.
 
-    attacked: Sequence[str]
-    counted: Sequence[str]
-
-
-def _runs(spec: Specification, part: str, wanted: Sequence[str] | None = None) -> dict[str, _Attacked]:
-    """Return the photographs of each run of a part, by the name of the run: one, or two under secure aggregation.
-
-    K clients of one image each make a release. Of photographs that K does not divide, those that are left over are
-    released with the ones before them, whose rows count where they were first: no release is of fewer clients.
+    There is one run, or two under secure aggregation, where K clients of one image each make a release. Photographs
+    that K does not divide are released with the ones before them, so that no release is of fewer clients. The rows of
+    these count where they were first.
     """
     hashes = list(photographs(part)) if wanted is None else list(wanted)
     K = spec.local_training.clients if spec.local_training else 1
     if not (left := len(hashes) % K):
-        return {part: _Attacked(hashes, hashes)}
+        return {part: (hashes, hashes)}
     return {
-        part: _Attacked(hashes[:-left], hashes[:-left]),
-        f"{part}-left": _Attacked(hashes[-K:], hashes[-left:]),
+        part: (hashes[:-left], hashes[:-left]),
+        f"{part}-left": (hashes[-K:], hashes[-left:]),
     }
 
 

@@ -79,11 +79,11 @@ def test_a_card_with_other_clients_is_refused(change: tuple[str, str], said: str
 def test_every_release_is_of_all_clients_and_every_photograph_counts_once(K: int, count: int) -> None:
     names = [str(i) for i in range(count)]
     runs = measure._runs(asked(card(("clients = 4", f"clients = {K}")), "c"), "public", names)
-    assert [name for each in runs.values() for name in each.counted] == names
-    for each in runs.values():
-        assert len(each.attacked) % K == 0
-        assert {*each.counted} <= {*each.attacked}
-        assert len({*each.attacked}) == len(each.attacked)
+    assert [name for _, counted in runs.values() for name in counted] == names
+    for attacked, counted in runs.values():
+        assert len(attacked) % K == 0
+        assert {*counted} <= {*attacked}
+        assert len({*attacked}) == len(attacked)
 
 
 def test_without_secure_aggregation_a_part_is_one_run() -> None:
