@@ -8,7 +8,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from privlab.cli.common import Commands, common, err, print_json, print_paths, print_table
+from privlab.cli.common import Commands, common, err, print_either, print_json, print_paths, print_table
 from privlab.cli.names import FROM_ZERO, PART, PATH, POSITIVE, VICTIM, WEIGHTS
 
 _WEIGHTS = click.option(
@@ -164,14 +164,12 @@ def verify(result: Path, count: int, public: str | None, weights: str, as_json: 
 
     with err.status("verification"):
         found = verified(result, images=count, weights=weights, public=public)
-    if as_json:
-        print_json(asdict(found))
-        return
     signed = f"signed by {found.signer[:16]}…" if found.signer else "not signed by a key: its hash shows edits alone"
-    click.echo(
+    text = (
         f"{found.name} ({found.track}): {found.scores} scores again, {found.apart:g} apart on average (tolerance "
         f"{found.tolerance:g}); {signed}"
     )
+    print_either(as_json, asdict(found), text)
 
 
 @benchmark.command()

@@ -287,13 +287,19 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(plain_data(value), indent=2, ensure_ascii=not Console().encoding.startswith("utf")))
 
 
+def print_either(as_json: bool, data: object, *lines: object) -> None:
+    """Print data as JSON, or else the lines that say the same."""
+    if as_json:
+        print_json(data)
+        return
+    for line in lines:
+        click.echo(line)
+
+
 def print_paths(paths: Iterable[object], as_json: bool) -> None:
     """Print the paths of files that were written, one a line."""
-    if as_json:
-        print_json([str(path) for path in paths])
-        return
-    for path in paths:
-        click.echo(path)
+    words = [str(path) for path in paths]
+    print_either(as_json, words, *words)
 
 
 def print_warnings(messages: Iterable[str]) -> None:

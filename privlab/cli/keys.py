@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from privlab.base import PrivlabError
-from privlab.cli.common import Commands, common, print_json, print_warnings
+from privlab.cli.common import Commands, common, print_either, print_warnings
 from privlab.cli.elsewhere import FINETUNE
 from privlab.cli.names import PATH, POSITIVE
 
@@ -28,11 +28,7 @@ def keys() -> None:
 
 def _say(as_json: bool, **facts: object) -> None:
     """Print one line for each fact, or JSON."""
-    if as_json:
-        print_json(facts)
-    else:
-        for name, value in facts.items():
-            click.echo(f"{name.replace('_', ' '):<18}  {value}")
+    print_either(as_json, facts, *(f"{name.replace('_', ' '):<18}  {value}" for name, value in facts.items()))
 
 
 @keys.command()

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from privlab.cli.common import Commands, common, err, print_json, print_table, warned
+from privlab.cli.common import Commands, common, err, print_either, print_json, print_table, warned
 from privlab.cli.names import PATH, VICTIM
 
 
@@ -43,11 +43,8 @@ def show(name: str, as_json: bool) -> int:
     from privlab.victims import show as found
 
     facts = found(name)
-    if as_json:
-        print_json(facts)
-    else:
-        card = {"card": facts.pop("card")}
-        click.echo("\n".join(_lines(facts | card)))
+    card_last = {name: value for name, value in facts.items() if name != "card"} | {"card": facts["card"]}
+    print_either(as_json, facts, *_lines(card_last))
     if facts["matches"] is False:
         err.print(f"Error: the weights of {name} are not those of the card: their SHA-256 differs.", style="red")
         return 2
@@ -76,10 +73,7 @@ def fetch(name: str, as_json: bool) -> None:
     from privlab.victims import fetch as found
 
     path = found(name)
-    if as_json:
-        print_json({"model": name, "file": str(path), "bytes": path.stat().st_size})
-        return
-    click.echo(path)
+    print_either(as_json, {"model": name, "file": str(path), "bytes": path.stat().st_size}, path)
 
 
 @models.command("import")
@@ -93,7 +87,4 @@ def import_(file: Path, name: str, img_size: int | None, as_json: bool) -> None:
 
     with warned():
         path, card = import_weights(file, name, img_size=img_size)
-    if as_json:
-        print_json({"file": str(path), "card": card})
-        return
-    click.echo(path)
+    print_either(as_json, {"file": str(path), "card": card}, path)

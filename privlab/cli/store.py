@@ -41,17 +41,12 @@ def check(directory: Path, as_json: bool) -> int:
     with collect_warnings(messages):
         found = checked(directory)
     shared.print_warnings(messages)
-    if as_json:
-        shared.print_json(asdict(found) | {"warnings": messages})
-    else:
-        click.echo(
-            f"{found.records} records ({found.failed} failed) in {found.parts} parts of {found.rows} rows; "
-            f"{found.cells} cells, {found.images} images" + (f"; {found.external} external" if found.external else "")
-        )
-        for conflict in found.conflicts:
-            click.echo(str(conflict))
-        for name in found.unfinished:
-            click.echo(f"left behind by a run that was killed: {name}")
+    counts = (
+        f"{found.records} records ({found.failed} failed) in {found.parts} parts of {found.rows} rows; "
+        f"{found.cells} cells, {found.images} images" + (f"; {found.external} external" if found.external else "")
+    )
+    left = [f"left behind by a run that was killed: {name}" for name in found.unfinished]
+    shared.print_either(as_json, asdict(found) | {"warnings": messages}, counts, *found.conflicts, *left)
     return 2 if found.conflicts else 0
 
 
@@ -107,10 +102,7 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
         ".json": lambda path: path.write_text(_json_lines(frame), "utf-8"),
     }
     write_whole(file, writers[file.suffix])
-    if as_json:
-        shared.print_json({"file": str(file), "records": len(frame)})
-    else:
-        click.echo(f"{len(frame)} records: {file}")
+    shared.print_either(as_json, {"file": str(file), "records": len(frame)}, f"{len(frame)} records: {file}")
 
 
 def _json_lines(frame: "DataFrame") -> str:
@@ -131,12 +123,8 @@ def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
     with shared.warned():
         conflicts = merged(target, sources)
         found = checked(target)
-    if as_json:
-        shared.print_json({"records": found.records, "conflicts": [asdict(conflict) for conflict in conflicts]})
-    else:
-        click.echo(f"{found.records} records: {target}")
-        for conflict in conflicts:
-            click.echo(str(conflict))
+    data = {"records": found.records, "conflicts": [asdict(conflict) for conflict in conflicts]}
+    shared.print_either(as_json, data, f"{found.records} records: {target}", *conflicts)
     return 2 if conflicts else 0
 
 
@@ -149,10 +137,7 @@ def add_external(directory: Path, file: Path, as_json: bool) -> None:
     from privlab.grids import add_external as add
 
     count = add(directory, file)
-    if as_json:
-        shared.print_json({"records": count})
-    else:
-        click.echo(f"{count} external records: {directory}")
+    shared.print_either(as_json, {"records": count}, f"{count} external records: {directory}")
 
 
 @click.command()

@@ -216,12 +216,10 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
     from privlab.split.protocol.certificate import make_certificates
 
     paths = make_certificates(folder, host, float(days))
-    if as_json:
-        shared.print_json({path.name: str(path) for path in paths})
-        return
     ca, cert, key, *mine = paths
-    click.echo(f"server: --tls-cert {cert} --tls-key {key} --tls-client-ca {ca}")
-    click.echo(f"client: --tls-ca {ca} --tls-cert {mine[0]} --tls-key {mine[1]}")
+    server = f"server: --tls-cert {cert} --tls-key {key} --tls-client-ca {ca}"
+    client = f"client: --tls-ca {ca} --tls-cert {mine[0]} --tls-key {mine[1]}"
+    shared.print_either(as_json, {path.name: str(path) for path in paths}, server, client)
 
 
 def _client(options: dict[str, Any]) -> "Client":
