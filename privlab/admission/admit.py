@@ -64,24 +64,17 @@ def admit(
         PrivlabError: if the defense cannot be run, or the victim is one that it, or the control, does not fit.
     """
     model = small_victim() if model is None else model
-    case = case_of(defense, model, photographs(model) if images is None else images, seed)
+    images = photographs(model) if images is None else images
+    if images.shape != (3, *model.image_shape):
+        expected = (3, *model.image_shape)
+        raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
+    case = case_of(defense, TwoClients(copy.deepcopy(model).double(), images.detach().cpu().double(), seed))
     with same_random_state(), full_precision(), quiet():
         return tuple(_checks(case, model))
 
 
-def case_of(defense: AnyDefense, model: VictimModel, images: Float[Tensor, "n c h w"], seed: int = 0) -> Case:
-    """Return a defense with two clients that it is tried on.
-
-    Args:
-        defense: a defense on images, features or gradients.
-        model: the victim, which is copied in float64.
-        images: three images in [0, 1], as `admit` takes them.
-        seed: seed of the draws and of the directions of finite differences.
-    """
-    if images.shape != (3, *model.image_shape):
-        expected = (3, *model.image_shape)
-        raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
-    subject = TwoClients(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
+def case_of(defense: AnyDefense, subject: TwoClients) -> Case:
+    """Return a defense with the two clients that it is tried on."""
     if isinstance(defense, GradientDefense):
         return OnGradients(defense, subject)
     return OnFeatures(defense, subject) if isinstance(defense, FeatureDefense) else OnImages(defense, subject)
@@ -125,7 +118,7 @@ def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
     with _running(case):
         problems = list(case.problems(release))
     text = "; ".join(problems[:3]) or f"faults; it is {case.contents}, and nothing else"
-    yield Check.at_most("contents", float(len(problems)), 0.0, text)
+    yield Check("contents", float(len(problems)), 0.0, text)
     same = None
     if not problems:
         with _running(case):
@@ -147,7 +140,7 @@ def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
     kept = {name: value for name, value in made.items() if name in plain}
     value = max([apart(kept, plain), *(float(value.any()) for value in added)])
     nothing = "nothing was changed: with these options the defense does nothing here"
-    return Check.at_least("effect", value, 0.0, "change of the release by the defense" if value else nothing)
+    return Check("effect", value, 0.0, "change of the release by the defense" if value else nothing, "≥")
 
 
 def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
@@ -158,7 +151,7 @@ def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
     with _running(case):
         again: Any = case.run(case.inputs(), case.subject.draws())
     value = apart(case.tensors(release), case.tensors(again))
-    return Check.at_most("same-draw", value, 0.0, "largest difference of two releases with the same draw")
+    return Check("same-draw", value, 0.0, "largest difference of two releases with the same draw")
 
 
 def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
@@ -168,7 +161,7 @@ def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     limit, text = MOST_CHANGE, "change of one's own release with another image in the batch"
     if defense_declarations(case.defense).mixes:
         limit, text = math.inf, "change of one's own release; it mixes images, as it says"
-    return Check.at_most("neighbours", apart(case.own(release), case.own(other)), limit, text)
+    return Check("neighbours", apart(case.own(release), case.own(other)), limit, text)
 
 
 def _changed_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:

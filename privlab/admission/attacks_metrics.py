@@ -101,7 +101,7 @@ def admit_attack(
     check_name("attack", name, attacks())
     kind = attacks()[name]
     problems = list(_missing_declarations(name, kind))
-    declared = Check.at_most("declared", float(len(problems)), 0.0, "; ".join(problems[:3]) or "faults of what it says")
+    declared = Check("declared", float(len(problems)), 0.0, "; ".join(problems[:3]) or "faults of what it says")
     if problems:
         return (declared,)
     read_options(options, [kind])
@@ -157,13 +157,13 @@ def _try_attack(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:
     for seen in _releases(victim, _filter_for(attack), seed):
         lacking = attack.requires - seen.grants
         if not lacking and _reads(attack, seen):
-            yield Check.at_most("granted", 0.0, 0.0, "capabilities that it requires, and this victim cannot grant")
+            yield Check("granted", 0.0, 0.0, "capabilities that it requires, and this victim cannot grant")
             yield from _run(attack, seen)
             return
         missing.append(lacking)
     least = min(missing, key=len)
     what = ", ".join(sorted(capability.value for capability in least)) or "a gradient that it reads is not released"
-    yield Check.at_most("granted", float(max(len(least), 1)), 0.0, f"not granted by this victim: {what}")
+    yield Check("granted", float(max(len(least), 1)), 0.0, f"not granted by this victim: {what}")
 
 
 def _reads(attack: Any, seen: Seen) -> bool:  # noqa: ANN401
@@ -217,14 +217,14 @@ def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
         images = attack_batch(attack, seen).images
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        yield Check.at_most("returns", 1.0, 0.0, what)
+        yield Check("returns", 1.0, 0.0, what)
         return
-    yield Check.at_most("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
+    yield Check("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
     changed = [name for name, value in _tensors_of(seen).items() if not torch.equal(value, before[name])]
     yield Check.none("untouched", changed, "tensors of the victim and the release that it changed")
     if not changed:
         apart = float((attack_batch(attack, seen).images - images).abs().max())
-        yield Check.at_most("same-seen", apart, 0.0, "largest difference of two reconstructions from one observation")
+        yield Check("same-seen", apart, 0.0, "largest difference of two reconstructions from one observation")
 
 
 def _tensors_of(seen: Seen) -> Mapping[str, Tensor]:
@@ -245,20 +245,20 @@ def _check_metric(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) 
         raise PrivlabError(f"Metric '{metric.name}' does not run: {what}") from error
     fine = isinstance(values, Tensor) and values.shape == (len(x),) and values.is_floating_point()
     found = f"{tuple(values.shape)} of {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
-    yield Check.at_most("returns", float(not fine), 0.0, f"faults; real values of shape ({len(x)},), found {found}")
+    yield Check("returns", float(not fine), 0.0, f"faults; real values of shape ({len(x)},), found {found}")
     if not fine:
         return
     low, high = metric.range
     outside = int(((values < low) | (values > high) | values.isnan()).sum())
-    yield Check.at_most("range", float(outside), 0.0, f"values outside of [{low:g}, {high:g}]")
+    yield Check("range", float(outside), 0.0, f"values outside of [{low:g}, {high:g}]")
     if metric.arrow:
         sign = 1 if metric.arrow == "↑" else -1
         leaks = sign * values
         worse = int((leaks[2:] > leaks[:2].min()).sum())
-        yield Check.at_most("direction", float(worse), 0.0, "pairs that leak more than an image beside itself")
+        yield Check("direction", float(worse), 0.0, "pairs that leak more than an image beside itself")
     alone = torch.cat([function(a[None], b[None]) for a, b in zip(x, y, strict=True)])
     same = torch.where(alone == values, 0.0, (alone - values).abs())  # infinite ones too
     limit = 1e-6 * float(values[values.isfinite()].abs().max()) if values.isfinite().any() else 0.0
-    yield Check.at_most("alone", float(same.max()), limit, "change of an image's value with the batch around it")
+    yield Check("alone", float(same.max()), limit, "change of an image's value with the batch around it")
     changed = sum(not torch.equal(now, before) for now, before in zip((x, y), given, strict=True))
-    yield Check.at_most("untouched", float(changed), 0.0, "batches of images that it changed")
+    yield Check("untouched", float(changed), 0.0, "batches of images that it changed")

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -54,38 +54,26 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Check:
-    """One check, which passed if `value` is within its limit (`bound`: "≤" or "≥"); `text` says what was measured."""
+    """One check: it passed if `value` is within its limit (`bound`: "≤" or "≥"), which nan never is.
+
+    Args:
+        name: name of the check, such as "contents".
+        value: what was measured.
+        limit: the largest value that passes, or the least one.
+        text: what the value measures, in words.
+        bound: which of both the limit is.
+    """
 
     name: str
-    passed: bool
+    passed: bool = field(init=False)
     value: float
     limit: float
     text: str
     bound: Literal["≤", "≥"] = "≤"
 
-    @classmethod
-    def at_most(cls, name: str, value: float, limit: float, text: str) -> "Check":
-        """Return a check that passes if its value is not above its limit; nan fails.
-
-        Args:
-            name: name of the check, such as "contents".
-            value: what was measured.
-            limit: the largest value that passes.
-            text: what the value measures, in words.
-        """
-        return cls(name, value <= limit, value, limit, text)
-
-    @classmethod
-    def at_least(cls, name: str, value: float, limit: float, text: str) -> "Check":
-        """Return a check that passes if its value is not below its limit; nan fails.
-
-        Args:
-            name: name of the check, such as "control".
-            value: what was measured.
-            limit: the least value that passes.
-            text: what the value measures, in words.
-        """
-        return cls(name, value >= limit, value, limit, text, "≥")
+    def __post_init__(self) -> None:
+        within = self.value <= self.limit if self.bound == "≤" else self.value >= self.limit
+        object.__setattr__(self, "passed", within)
 
     @classmethod
     def none(cls, name: str, found: Sequence[str], text: str) -> "Check":
@@ -96,7 +84,7 @@ class Check:
             found: the names of what was found.
             text: what was looked for, in words.
         """
-        return cls.at_most(name, float(len(found)), 0.0, f"{text}: {', '.join(found[:3])}" if found else text)
+        return cls(name, float(len(found)), 0.0, f"{text}: {', '.join(found[:3])}" if found else text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +166,7 @@ class Claims:
         if defense_declarations(self.defense).acts_as is not None:
             wrong = contradictions(self.subject.model, self.defense, NOISE_FACTOR)
             text = "; ".join(wrong) or "effects that are not as declared"
-            yield Check.at_most("acts-as", float(len(wrong)), 0.0, text)
+            yield Check("acts-as", float(len(wrong)), 0.0, text)
 
     def control(self) -> Check:
         """Return what patch-gradient finds without the defense."""
@@ -186,7 +174,7 @@ class Claims:
         check_capabilities(attack, gradient_capabilities(subject.model))
         seen = observe(subject.model, images, subject.labels, attack.parameters)
         value = float(psnr(attack(seen), images).min())
-        return Check.at_least("control", value, CONTROL_PSNR, "PSNR of patch-gradient without it")
+        return Check("control", value, CONTROL_PSNR, "PSNR of patch-gradient without it", "≥")
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,10 +232,10 @@ class OnImages(Claims):
     def checks(self, feed: Feed) -> Iterator[Check]:
         """Yield whether the order is the declared one, and the gradients are those of the defended model."""
         off = self._displacement(feed)
-        yield Check.at_most("order", off, 0.01, "distance of slots from what order and moved say")
+        yield Check("order", off, 0.01, "distance of slots from what order and moved say")
         found, slopes, norms, _ = self.subject.directional(feed, self.subject.gradients(feed), {})
         off = largest((found - slopes).abs() / norms)
-        yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
+        yield Check("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
 
     def _displacement(self, feed: Feed) -> float:
         """Return how much worse than the best order the declared one is, or 1 if moved patches were changed.
@@ -335,12 +323,12 @@ class OnFeatures(Claims):
         if std > 0:
             factor = max(error, LEAST_DIVISOR) / std**2
             worst = max(factor, 1 / factor)
-            yield Check.at_most("rows", worst, NOISE_FACTOR, "factor between variance of the noise and std²")
+            yield Check("rows", worst, NOISE_FACTOR, "factor between variance of the noise and std²")
         else:
             off = (error / float(tokens.square().mean())) ** 0.5
-            yield Check.at_most("rows", off, 1e-9, "distance of rows from what source and columns say; no std")
+            yield Check("rows", off, 1e-9, "distance of rows from what source and columns say; no std")
         off = self._off_differences(tokens)
-        yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂tokens‖")
+        yield Check("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂tokens‖")
 
     def control(self) -> Check:
         """Return what leaks without the defense; images in the span of the embedding leak completely."""
@@ -350,7 +338,7 @@ class OnFeatures(Claims):
             sent = self._plain(model.embed(images))
         seen = observe_features(model, sent, Stack(()), images[:0])
         value = float(psnr(LeastSquares(prior="ridge")(seen).images, images).min())
-        return Check.at_least("control", value, CONTROL_PSNR, "PSNR of least-squares without it, as far as W carries")
+        return Check("control", value, CONTROL_PSNR, "PSNR of least-squares without it, as far as W carries", "≥")
 
     def _plain(self, tokens: Float[Tensor, "b t d"]) -> Sent:
         return Sent.plain(tokens, self.subject.model.vit.num_prefix_tokens)

@@ -70,7 +70,7 @@ class OnGradients(Claims):
         wrong += [w for name, g in some.items() for w in unlike(f"{name} alone", known.get(name), g.shape, g.dtype)]
         wrong += [f"{name} below zero" for name, value in variance.items() if bool((value < 0).any())]
         if wrong:
-            yield Check.at_most("variance", math.inf, ROUNDING_FACTOR, f"declared variance: {wrong[0]}")
+            yield Check("variance", math.inf, ROUNDING_FACTOR, f"declared variance: {wrong[0]}")
             return
         told = released
         if (at_bound := defense_declarations(self.defense).at_bound) is not None:
@@ -85,7 +85,7 @@ class OnGradients(Claims):
         again = self.run(self.inputs(), self.subject.draws(1))
         yield from self._variance(true, told, variance, again)
         off = self._off_in_noise(told, variance)
-        yield Check.at_most("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
+        yield Check("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
 
     def _fed(self, *, neighbour: bool = False) -> Feed:
         return Feed.undefended(self.subject.clients(neighbour=neighbour), self.subject.model.patch)
@@ -94,9 +94,9 @@ class OnGradients(Claims):
     def _at_bound(true: Tensors, released: Tensors, cut: Tensors) -> Check:
         """Return the check that entries which are said to be cut were no smaller; ∞ if `cut` has not its form."""
         if wrong := _unlike(true, cut, torch.bool):
-            return Check.at_most("at-bound", math.inf, 0.0, f"declared entries at a bound: {wrong[0]}")
+            return Check("at-bound", math.inf, 0.0, f"declared entries at a bound: {wrong[0]}")
         beyond = sum(int((cut[name] & ~_no_smaller(g, released[name])).sum()) for name, g in true.items())
-        return Check.at_most("at-bound", float(beyond), 0.0, "entries said to be cut to a bound that were below it")
+        return Check("at-bound", float(beyond), 0.0, "entries said to be cut to a bound that were below it")
 
     def _variance(self, true: Tensors, released: Tensors, variance: Tensors, again: Tensors) -> Iterator[Check]:
         """Yield the factors by which the declared variance is too small and too large, at the best gradient scale.
@@ -123,7 +123,7 @@ class OnGradients(Claims):
             for error in errors
         )
         which = "of the worst parameter, less chance"
-        yield Check.at_most("variance", too_small, most, f"measured over declared, {which}")
+        yield Check("variance", too_small, most, f"measured over declared, {which}")
         squares = _squares(errors[0], missing, variance)
         factors = {name: stated[name] / (float(e.mean()) + least) / slack[name] for name, e in squares.items()}
         if noise:  # on a share of the entries, a parameter of which few were sent tells nothing
@@ -131,7 +131,7 @@ class OnGradients(Claims):
         else:
             few = {name for name in factors if int((variance[name] > 0).sum()) < _FEWEST_ROUNDED}
         too_large = max((factor for name, factor in factors.items() if name not in few), default=0.0)
-        yield Check.at_most("overstated", too_large, most, f"declared over measured, {which}")
+        yield Check("overstated", too_large, most, f"declared over measured, {which}")
 
     def _off_in_noise(self, released: Tensors, variance: Tensors) -> float:
         """Return the error against finite differences in standard deviations of the declared noise.

@@ -1,5 +1,6 @@
 """A submission: an entry is checked, measured on its track, judged, and written as a result file."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 
 from privlab.admission import Check, admit_attack
 from privlab.admission.admit import admit, case_of, photographs
-from privlab.admission.claims import apart
+from privlab.admission.claims import TwoClients, apart
 from privlab.admission.confinement import REFUSED
 from privlab.base import PrivlabError, collect_warnings, draw_for, options_of, versions
 from privlab.benchmark.cards import Card, instances
@@ -310,6 +311,7 @@ def _check_epsilon(where: str, epsilon: float, parts: Sequence[Any], model: Vict
 
 def draws_nothing(part: Any, model: VictimModel) -> bool:  # noqa: ANN401
     """Return whether a defense releases the same of the same images for two different draws, in a victim's shapes."""
-    case: Any = case_of(part, model, photographs(model))
+    subject = TwoClients(copy.deepcopy(model).double(), photographs(model).double())
+    case: Any = case_of(part, subject)
     first, second = (case.tensors(case.run(case.inputs(), case.subject.draws(number))) for number in (0, 1))
     return apart(first, second) == 0
