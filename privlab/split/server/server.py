@@ -188,7 +188,8 @@ class Server:
     def _wait(self, inbox: Inbox[bytes], live: Live | None) -> bytes | None:
         silent_since = now = time.monotonic()
         while now - silent_since <= self.limits.idle:
-            if self._stopping.is_set() and not (live and live.session.under_way and now < self._last_word):
+            under_way = live is not None and live.session.pending_features is not None
+            if self._stopping.is_set() and not (under_way and now < self._last_word):
                 raise Refusal("UNAVAILABLE", "The server is stopping; the session can be resumed.")
             try:
                 return inbox.get(_POLL_SECONDS)

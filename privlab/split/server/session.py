@@ -34,11 +34,6 @@ class Session:
         self._under_way: tuple[int, Tensor, Tensor] | None = None
 
     @property
-    def under_way(self) -> bool:
-        """Return whether a forward waits for its backward."""
-        return self._under_way is not None
-
-    @property
     def pending_features(self) -> Float[Tensor, "b t d"] | None:
         """Return the features of a forward that waits for its backward."""
         return None if self._under_way is None else self._under_way[1].detach()

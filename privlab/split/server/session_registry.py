@@ -77,9 +77,6 @@ class Sessions:
         self._taken: dict[str, int] = {}
         self._hashes: dict[tuple[str, int], str] = {}
 
-    def __len__(self) -> int:
-        return len(self._taken)
-
     @contextmanager
     def open_session(self, request: Open, saved: int) -> Iterator[Live]:
         """Open a new session, or one from disk, as a context; write its checkpoint at the end.
