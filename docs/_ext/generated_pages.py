@@ -54,6 +54,14 @@ def write_pages(app: Sphinx) -> None:
             path.unlink()
 
 
+def markdown(page: Explanation) -> str:
+    """Return a page of an attack, a defense, a metric or a flag; its drawing is below the idea, the first section."""
+    parts, shown = [f"# `{page.name}`", page.idea], drawing(page.name, page.flow)
+    for title, text in page.sections.items():
+        parts += [f"## {title}", text, *([shown] if shown and title == next(iter(page.sections)) else [])]
+    return "\n\n".join(parts) + "\n"
+
+
 def pages(source: Path) -> Iterator[tuple[str, str]]:
     """Yield the path of each page below the folder, and its text."""
     kinds = known()
@@ -61,7 +69,7 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
         found = [explain(name) for name, each in kinds.items() if each == kind]
         yield f"{kind}s/index.md", index(kind, found)
         for page in found:
-            yield f"{kind}s/{file_name(page.name)}.md", page.as_markdown(drawing(page.name, page.flow)) + studies(page)
+            yield f"{kind}s/{file_name(page.name)}.md", markdown(page) + studies(page)
     yield "flags.md", flags()
     yield "references.md", bibliography()
     yield "references.bib", "\n\n".join(entry.bibtex for entry in references().values()) + "\n"

@@ -40,17 +40,6 @@ class Explanation:
     studies: tuple[str, ...] = ()
     flow: tuple[Box, ...] = ()
 
-    def as_markdown(self, drawing: str = "") -> str:
-        """Return the page as Markdown, with the name as its head.
-
-        Args:
-            drawing: of `flow`, in Markdown; it stands below the first section, which is the idea.
-        """
-        parts = [f"# `{self.name}`", self.idea]
-        for title, text in self.sections.items():
-            parts += [f"## {title}", text, *([drawing] if drawing and title == next(iter(self.sections)) else [])]
-        return "\n\n".join(parts) + "\n"
-
 
 def known() -> dict[str, str]:
     """Return the kind of everything that has a page, by its name; no attack or defense is imported."""

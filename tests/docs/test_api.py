@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from privlab.inventory.explain import explain
+
 EXTENSIONS = str(Path(__file__).parents[2] / "docs/_ext")
 
 
@@ -48,3 +50,12 @@ def test_every_room_has_a_page_or_is_for_the_command_line(
 ) -> None:
     stems = {room.split(".")[1] for room in extensions[0].ROOMS if "." in room}
     assert package in stems | {"cli", "benchmarks", "experiments"}
+
+
+@pytest.mark.parametrize("name", ["mjp-full", "jigsaw", "psnr", "Few images"])
+def test_a_page_begins_with_its_name_and_its_idea(extensions: tuple[ModuleType, ModuleType], name: str) -> None:
+    page = explain(name)
+    text = extensions[0].markdown(page)
+    assert text.startswith(f"# `{name}`\n\n{page.idea}\n")
+    assert all(f"\n## {title}\n\n{said}" in text for title, said in page.sections.items())
+    assert not page.flow or extensions[0].drawing(page.name, page.flow) in text
