@@ -142,8 +142,6 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
 def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> tuple[Mapping[str, Score], Score]:
     """Return the worst case of each defended case, and that of the leakiest one, as `judge` has them.
 
-    With `hidden`, the photographs of the hidden half count, and not the listed ones.
-
     Args:
         records: all rows of a defense; `case` has the names of its cases.
         of: its track.

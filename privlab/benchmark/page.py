@@ -263,8 +263,7 @@ def pictures(
     """Return PNGs as data URIs, by "median" and "worst": a photograph, and what leaks most of it, as the score counts.
 
     A picture states its photograph, attack, draw and geometry, and the score that its run has. What no run keeps is
-    left out. `records` are the rows of the attacks whose pictures are kept, and `run` returns the run directory that
-    shows what a row is of.
+    left out.
 
     Args:
         card: that of the defense.

@@ -109,8 +109,10 @@ def _standing(result: Result, theirs: Sequence[Result], identity: Mapping[tuple[
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
     if whole.verdict == "no evidence":
         flags.append(whole.why)
-    halves = _halves(result.rows, of, own.leakiest)
-    flags += _hidden_leaks(*halves)
+    half, hidden = _halves(result.rows, of, own.leakiest)
+    if hidden.low > half.high:  # beyond both intervals; NaN compares as no difference
+        theirs_leak = f"{hidden.mean:.1f} [{hidden.low:.1f}, {hidden.high:.1f}]"
+        flags.append(f"{HIDDEN}: {theirs_leak}, the listed one {half.mean:.1f}")
     score, utility = whole.score, ""
     if stated := card.utility:
         value = f"{stated['value']:g}" if "value" in stated else "—"
@@ -140,8 +142,8 @@ def _standing(result: Result, theirs: Sequence[Result], identity: Mapping[tuple[
         signer=result.signer,
         photograph_parts=tuple(result.data["photographs"]),
         identity=identity.get((card.track, card.name)) if result.path.is_relative_to(PACKAGE) else None,
-        listed_half=number(halves[0].mean),
-        hidden_half=number(halves[1].mean),
+        listed_half=number(half.mean),
+        hidden_half=number(hidden.mean),
         by=whole.by,
         result=result,
         entered=theirs,
@@ -170,13 +172,6 @@ def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Score, Score]:
         return Score(math.nan), Score(math.nan)
     listed, unlisted = (worst_cases(rows, of, hidden=half)[0].get(case, Score(math.nan)) for half in (False, True))
     return listed, unlisted
-
-
-def _hidden_leaks(listed: Score, hidden: Score) -> list[str]:
-    """Return the reason of an entry whose hidden photographs leak more, beyond both intervals."""
-    if not hidden.low > listed.high:  # NaN compares as no difference
-        return []
-    return [f"{HIDDEN}: {hidden.mean:.1f} [{hidden.low:.1f}, {hidden.high:.1f}], the listed one {listed.mean:.1f}"]
 
 
 def _judged_anew(own: Judged, records: pd.DataFrame, of: Track, card: Card, theirs: Sequence[Result]) -> Judged:
