@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import requires
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -15,24 +17,7 @@ from privlab.victims import ARCHITECTURES, COMPACT, PLACERS, ZOO, WeightsUnavail
 
 Finding = Mapping[str, str]
 
-_EXTRAS = {
-    "breaching": "the attacks breaching:NAME, privlab bench attack",
-    "datasets": "--images hf:NAME",
-    "split": "privlab split",
-    "training": "the attacks inversion-…",
-    "text": "victims of transformers",
-    "ray": "--engine ray of privlab attack and table",
-    "robustness": "privlab evaluate --outliers",
-    "study": "the UMAP of privlab study pe",
-    "privacy": "the (ε, δ) of gradient-noise",
-    "flower": "privlab.flower, privlab study federation",
-    "nvflare": "privlab.nvflare",
-    "peft": "clients that train LoRA: client.trains=lora",
-    "callbacks": "privlab.callbacks, of Lightning and transformers",
-    "docs": "building the site of docs/",
-    "test": "the tests",
-}
-"""What the optional extras of privlab are for; `all` is all of them but the last two."""
+_EXTRAS: Mapping[str, str] = tomllib.loads(files("privlab.inventory").joinpath("extras.toml").read_text("utf-8"))
 
 _USES = {"lpips": "the metrics lpips_*"}
 
