@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Protocol, TypeVar, get_type_hints, runtime_checkable
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from privlab.base.errors import PrivlabError, check_name, check_range, unknown_name
 
@@ -27,22 +27,19 @@ class _Range:
 
 
 AtLeast0 = Annotated[int, _Range("at least 0", lambda x: x >= 0)]
+"""A whole number of at least 0."""
 AtLeast1 = Annotated[int, _Range("at least 1", lambda x: x >= 1)]
+"""A whole number of at least 1."""
 NotNegative = Annotated[float, _Range("at least 0 and finite", lambda x: 0 <= x < math.inf)]
+"""A finite number of at least 0."""
 Positive = Annotated[float, _Range("above 0 and finite", lambda x: 0 < x < math.inf)]
+"""A finite number above 0."""
 Share = Annotated[float, _Range("in [0, 1]", lambda x: 0 <= x <= 1)]
+"""A number in [0, 1]."""
 PositiveShare = Annotated[float, _Range("in (0, 1]", lambda x: 0 < x <= 1)]
+"""A number in (0, 1]."""
 Fraction = Annotated[float, _Range("in (0, 1)", lambda x: 0 < x < 1)]
-
-
-@runtime_checkable
-class Configured(Protocol):
-    """A class with options beyond its fields: the keys of a configuration of another library."""
-
-    @classmethod
-    def config_types(cls) -> Mapping[str, Any]:
-        """Return the type of each option, by its dotted key."""
-        ...
+"""A number in (0, 1)."""
 
 
 def read_options(options: Sequence[str], kinds: Iterable[type[Any]]) -> None:
@@ -102,7 +99,7 @@ def options_of(part: Any) -> list[str]:  # noqa: ANN401
     """
     kinds, found = _types(type(part)), []
     values = {f.name: getattr(part, f.name) for f in fields(part)}
-    values |= dict(values.pop("config") or ()) if isinstance(type(part), Configured) else {}
+    values |= dict(values.pop("config") or ()) if hasattr(part, "config_types") else {}
     for key, value in values.items():
         text = "none" if value is None else str(value)
         option = f"{part.name}.{key}={text}"
@@ -129,8 +126,8 @@ def _split(option: str, names: Iterable[str]) -> tuple[str, str, str]:
 
 
 def _types(kind: type[Any]) -> dict[str, Any]:
-    """Return the type of each option of a class."""
-    more = dict(kind.config_types()) if isinstance(kind, Configured) else {}
+    """Return the type of each option of a class, those of a configuration of another library included."""
+    more: dict[str, Any] = dict(kind.config_types()) if hasattr(kind, "config_types") else {}
     return {key: wanted for key, wanted in _own_types(kind).items() if not more or key != "config"} | more
 
 
