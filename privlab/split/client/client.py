@@ -126,7 +126,7 @@ class Remote:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         call = channel.stream_stream(METHOD)
         self._call = call(iter(self._requests.get, None), metadata=(("authorization", f"Bearer {token}"),))
-        self._replies: Inbox[bytes] = Inbox(self._call)
+        self._replies = Inbox(self._call)
 
     def open(self, session: str, steps: Sequence[int]) -> None:
         """Open or resume a session as `Client.session` does; `id`, `step` and the hash are then the server's."""

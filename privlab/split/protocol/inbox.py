@@ -2,20 +2,18 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
-class Inbox(Generic[T]):
+class Inbox:
     """Reads one message at a time in a thread of its own, since gRPC's iterators offer no time limit."""
 
-    def __init__(self, stream: Iterator[T]) -> None:
+    def __init__(self, stream: Iterator[bytes]) -> None:
         self._stream = stream
         self._reader = ThreadPoolExecutor(1, "inbox")
         self._coming: Future[Any] | None = None
 
-    def get(self, seconds: float) -> T | None:
+    def get(self, seconds: float) -> bytes | None:
         """Return the next message, or None at the end of the stream.
 
         Raises:

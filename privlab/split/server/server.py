@@ -162,7 +162,7 @@ class Server:
         finally:
             inbox.close()
 
-    def _replies(self, inbox: Inbox[bytes]) -> Iterator[Reply]:
+    def _replies(self, inbox: Inbox) -> Iterator[Reply]:
         first = self._next(inbox, None)
         if first is None:
             return
@@ -175,7 +175,7 @@ class Server:
                 if reply is not None:
                     yield reply
 
-    def _next(self, inbox: Inbox[bytes], live: Live | None) -> Request | None:
+    def _next(self, inbox: Inbox, live: Live | None) -> Request | None:
         """Return the client's next request, or None if the client has disconnected."""
         data = self._wait(inbox, live)
         if data is None:
@@ -185,7 +185,7 @@ class Server:
         except DecodeError:
             raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no request of split learning.") from None
 
-    def _wait(self, inbox: Inbox[bytes], live: Live | None) -> bytes | None:
+    def _wait(self, inbox: Inbox, live: Live | None) -> bytes | None:
         silent_since = now = time.monotonic()
         while now - silent_since <= self.limits.idle:
             under_way = live is not None and live.session.pending_features is not None
