@@ -29,9 +29,10 @@ def public_names(room: str) -> Iterator[Name]:
     package = importlib.import_module(room)
     homes = {alias: module for source in sources(package.__file__ or "") for alias, module in imports(source, room)}
     for name in getattr(package, "__all__", None) or dir(package):
-        if name.startswith("_") or inspect.ismodule(found := getattr(package, name)):
-            continue
         module = homes.get(name, room)
+        imported = not module.startswith("privlab")
+        if imported or name.startswith("_") or inspect.ismodule(found := getattr(package, name)):
+            continue
         is_value = not (
             inspect.isfunction(inspect.unwrap(found)) or (inspect.isclass(found) and found.__name__ == name)
         )

@@ -13,6 +13,7 @@ from .check import beyond_range as beyond_range
 from .check import check_reconstruction as check_reconstruction
 from .check import reason_of as reason_of
 from .controls import Controls as Controls
+from .names import GEOMETRIES as GEOMETRIES
 from .names import SETTINGS as SETTINGS
 from .names import check_names as check_names
 from .names import known_names as known_names
@@ -25,7 +26,6 @@ from .records import COLUMNS as COLUMNS
 from .records import CONTROL as CONTROL
 from .records import CONTROLS as CONTROLS
 from .records import EXACT_DB as EXACT_DB
-from .records import GEOMETRIES as GEOMETRIES
 from .records import SCHEMA as SCHEMA
 from .records import Record as Record
 from .records import Rows as Rows

@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 from privlab.threat.client_data import Draws, Feed, Sent
 
 Gradients: TypeAlias = Mapping[str, Float[Tensor, "b ..."]]
+"""The gradients of parameters by name, with the images or releases in the first dimension."""
 
 
 @runtime_checkable

@@ -69,7 +69,7 @@ def test_the_attack_passes_its_own_test_and_its_fault_is_seen(
 def clone(tmp_path: Path) -> Path:
     """Return a copy of the tree with the attack: two files more, and one line."""
     only = shutil.ignore_patterns("__pycache__", "notes", "results", "generated", "_build", "mutants", "golden")
-    for name in ("privlab", "attacks", "defenses", "experiments", "tests", ".ci"):
+    for name in ("privlab", "attacks", "benchmarks", "defenses", "experiments", "tests", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=only)
     for name in ("pyproject.toml", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
