@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from privlab.base import PrivlabError, check_name
 from privlab.grids import Figure
-from privlab.report.figures.data import Levels, notes, read_levels
+from privlab.report.figures.data import control_of, is_external, notes, roles_of, score_of, with_columns
 from privlab.report.figures.style import (
     GREY,
     MARKERS,
@@ -61,10 +61,10 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """
     option = figure.x or ""
     groups = _groups(results, figure.name, option)
-    levels = read_levels(results, figure, figure.y)
+    results = with_columns(results, figure, figure.y)
     cases = [case for points in groups.values() for _, case in points]
-    series = list(_series(levels, figure.y, groups))
-    control = levels.control(cases, figure.y)
+    series = list(_series(results, figure.y, groups))
+    control = control_of(results, cases, figure.y)
     scores = [score for one in series for score in one.scores]
     scale = Scale.of(figure.y, [control, *(v for score in scores for v in (score.mean, score.low, score.high))])
     picture, ax = canvas()
@@ -78,7 +78,7 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
         ax.set_xscale("log")
     ax.set_xlabel(_title(results.cases[cases[0]], option))
     ax.set_ylabel(axis_title(figure.y))
-    said = notes(levels, cases, f"Bands: {results.layout.interval * 100:g} % intervals of the mean.")
+    said = notes(results, cases, f"Bands: {results.layout.interval * 100:g} % intervals of the mean.")
     dress(picture, _HEIGHT, _handles(series, line), said)
     return picture
 
@@ -138,14 +138,14 @@ def _value_text(key: str, value: str | float | int) -> str:
     return plain if key in ("model", "defense", "set") else f"{key.replace('_', ' ')} {plain}"
 
 
-def _series(levels: Levels, metric: str, groups: Groups) -> Iterator[_Series]:
+def _series(results: Results, metric: str, groups: Groups) -> Iterator[_Series]:
     """Yield what is drawn: a single group takes the colours of the roles, several take one colour and marker each."""
-    for role in (*levels.roles(metric), PUBLISHED):
+    for role in (*roles_of(results, metric), PUBLISHED):
         for i, (group, points) in enumerate(groups.items()):
-            scores = [levels.score(case, role, metric) for _, case in points]
+            scores = [score_of(results, case, role, metric) for _, case in points]
             if not all(math.isnan(score.mean) for score in scores):
                 color, marker = (role.color, role.marker) if len(groups) == 1 else (PALETTE[i], MARKERS[i])
-                external = [levels.external(case, role) for _, case in points]
+                external = [is_external(results, case, role) for _, case in points]
                 yield _Series(role, group, color, marker, [x for x, _ in points], scores, external)
 
 

@@ -2,82 +2,66 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
 from privlab.report.figures.style import MEASURED, PAPER, PUBLISHED, WORST, Role
-from privlab.report.tables import Results, Row, Score, case_names
-from privlab.report.tables.leakage import NO_SCORE
+from privlab.report.tables import Results, Score, case_names
+from privlab.report.tables.table import some
 
 
-@dataclass(frozen=True)
-class Levels:
-    """The results that a figure is drawn from, with the metrics of its axes as columns."""
+def score_of(results: Results, case: int, role: Role, metric: str) -> Score:
+    """Return the mean of a metric over the images of a case, with its interval; a metric of utility is in per cent.
 
-    results: Results
-
-    def row(self, case: int, role: Role) -> Row | None:
-        """Return the row of a case that a role is drawn from."""
-        return next((row for row in self.results.rows if row.case == case and row.kind == role.kind), None)
-
-    def score(self, case: int, role: Role, metric: str) -> Score:
-        """Return the mean of a metric over the images of a case, with its interval; NaN where it was not measured.
-
-        A metric of utility is returned in per cent.
-
-        Args:
-            case: the number of the case, from 0.
-            role: which row of the case is read, such as the paper's attack or the worst case.
-            metric: a name in `KNOWN`.
-        """
-        row = self.row(case, role)
-        score = NO_SCORE if row is None else row.scores.get(metric, NO_SCORE)
-        if KNOWN[metric].direction != "utility" or (role is PUBLISHED and score.mean > 1):
-            return score  # papers print a share as such, or in per cent
-        return Score(score.mean * 100, score.low * 100, score.high * 100, score.images)
-
-    def external(self, case: int, role: Role) -> bool:
-        """Return whether the row of a role, or an attack behind it, was measured elsewhere."""
-        row = self.row(case, role)
-        return row is not None and row.external is not None
-
-    def roles(self, metric: str) -> list[Role]:
-        """Return what is measured here: paper's attack and worst case; or utility alone, which no attack changes."""
-        if not KNOWN[metric].arrow:
-            return [MEASURED]
-        return [PAPER, WORST] if self.results.layout.paper_attack else [WORST]
-
-    def control(self, cases: Iterable[int], metric: str) -> float:
-        """Return the mean over the cases of the leakiest control, which an attack must beat; NaN if there is none."""
-        if not KNOWN[metric].arrow:
-            return math.nan
-        of: dict[str | None, list[float]] = {}
-        for row in self.results.rows:
-            if row.kind == "control" and row.case in set(cases) and not math.isnan(row.scores[metric].mean):
-                of.setdefault(row.attack, []).append(row.scores[metric].mean)
-        leakiest = max if KNOWN[metric].direction == "higher leaks" else min
-        return leakiest((sum(means) / len(means) for means in of.values()), default=math.nan)
-
-    def attacks(self, cases: Iterable[int], metric: str) -> dict[int, str]:
-        """Return for each case the attack that is the worst case of most images."""
-        worst = {case: self.row(case, WORST) for case in cases}
-        counts = {case: row.leakiest.get(metric, {}) for case, row in worst.items() if row}
-        return {case: max(sorted(count), key=lambda name: count[name]) for case, count in counts.items() if count}
+    Args:
+        results: the results, with the metric as a column.
+        case: the number of the case, from 0.
+        role: which row of the case is read, such as the paper's attack or the worst case.
+        metric: a name in `KNOWN`.
+    """
+    score = results.score(case, role.kind, metric)
+    if KNOWN[metric].direction != "utility" or (role is PUBLISHED and score.mean > 1):
+        return score  # papers print a share as such, or in per cent
+    return Score(score.mean * 100, score.low * 100, score.high * 100, score.images)
 
 
-def read_levels(results: Results, figure: Figure, *metrics: str) -> Levels:
-    """Return the rows of the leakage table with these metrics.
+def is_external(results: Results, case: int, role: Role) -> bool:
+    """Return whether the row of a role, or an attack behind it, was measured elsewhere."""
+    row = results.row(case, role.kind)
+    return row is not None and row.external is not None
+
+
+def roles_of(results: Results, metric: str) -> list[Role]:
+    """Return what is measured here: paper's attack and worst case; or utility alone, which no attack changes."""
+    if not KNOWN[metric].arrow:
+        return [MEASURED]
+    return [PAPER, WORST] if results.layout.paper_attack else [WORST]
+
+
+def control_of(results: Results, cases: Iterable[int], metric: str) -> float:
+    """Return the mean over the cases of the leakiest control, which an attack must beat; NaN if there is none."""
+    if not KNOWN[metric].arrow:
+        return math.nan
+    of: dict[str | None, list[float]] = {}
+    for row in results.rows:
+        if row.kind == "control" and row.case in set(cases) and not math.isnan(row.scores[metric].mean):
+            of.setdefault(row.attack, []).append(row.scores[metric].mean)
+    leakiest = max if KNOWN[metric].direction == "higher leaks" else min
+    return leakiest((sum(means) / len(means) for means in of.values()), default=math.nan)
+
+
+def with_columns(results: Results, figure: Figure, *metrics: str) -> Results:
+    """Return the results with these metrics as the columns of their table.
 
     Raises:
-        PrivlabError: if a name is no metric, or no case of the results has a figure for the first one.
+        PrivlabError: if no case of the results has a figure for the first one.
     """
-    levels = Levels(results.laid_out(columns=tuple(metrics)))
+    results, metric = results.laid_out(columns=metrics), metrics[0]
+    roles = [*roles_of(results, metric), PUBLISHED]
     cases = range(len(results.cases))
-    roles = [*levels.roles(metrics[0]), PUBLISHED]
-    if all(math.isnan(levels.score(case, role, metrics[0]).mean) for case in cases for role in roles):
-        raise PrivlabError(f"The figure '{figure.name}' needs values of {metrics[0]}. Found none in '{results.name}'.")
-    return levels
+    if all(math.isnan(score_of(results, case, role, metric).mean) for case in cases for role in roles):
+        raise PrivlabError(f"The figure '{figure.name}' needs values of {metric}. Found none in '{results.name}'.")
+    return results
 
 
 def check_leaks(figure: Figure) -> None:
@@ -91,11 +75,10 @@ def check_leaks(figure: Figure) -> None:
         raise PrivlabError(f"A {figure.kind} shows what leaks. Found y = {figure.y}. Choose from: {leaky}.")
 
 
-def names_of(levels: Levels, *, grouped: bool = False) -> list[str]:
+def names_of(results: Results, *, grouped: bool = False) -> list[str]:
     """Return a name for each case, with † where it is external; without a group if cases are `grouped` in a figure."""
-    results = levels.results
     names = [case.label for case in results.cases] if grouped else case_names(results)
-    external = [any(levels.external(i, role) for role in (PAPER, WORST)) for i in range(len(names))]
+    external = [any(is_external(results, i, role) for role in (PAPER, WORST)) for i in range(len(names))]
     return [name + " †" * outside for name, outside in zip(names, external, strict=True)]
 
 
@@ -105,21 +88,19 @@ _GEOMETRIES = {
 }
 
 
-def notes(levels: Levels, cases: Sequence[int], *said: str) -> list[str]:
+def notes(results: Results, cases: Sequence[int], *said: str) -> list[str]:
     """Return the notes below a figure: number of images, geometry, failures, and what was measured elsewhere."""
-    rows = [row for row in levels.results.rows if row.case in set(cases)]
-    images = sorted({row.images for row in rows if row.kind == "worst" and row.images})
-    counted = (
-        [f"{' to '.join(f'{n}' for n in dict.fromkeys((images[0], images[-1])))} image{'s' * (images[-1] > 1)}."]
-        if images
-        else []
-    )
-    geometry = _GEOMETRIES.get(levels.results.layout.geometry)
-    failed = sum(row.failed for row in rows if row.kind == "attack")
-    external = dict.fromkeys(row.external for row in rows if row.kind == "attack" and row.external)
-    lines = [" ".join((*counted, *said, *([geometry] if geometry else [])))]
-    if failed:
-        lines.append(f"Failed, and left out: {failed} reconstruction{'s' if failed > 1 else ''}.")
+    rows = [row for row in results.rows if row.case in set(cases)]
+    first = list(said)
+    if images := sorted({row.images for row in rows if row.kind == "worst" and row.images}):
+        least = f"{images[0]} to " if len(images) > 1 else ""
+        first.insert(0, f"{least}{some(images[-1], 'image')}.")
+    if geometry := _GEOMETRIES.get(results.layout.geometry):
+        first.append(geometry)
+    lines = [" ".join(first)]
+    if failed := sum(row.failed for row in rows if row.kind == "attack"):
+        lines.append(f"Failed, and left out: {some(failed, 'reconstruction')}.")
     if refused := sorted({attack for row in rows if row.kind == "worst" for attack in row.refused}):
         lines.append(f"Cannot run in some cases: {', '.join(refused)}.")
+    external = dict.fromkeys(row.external for row in rows if row.kind == "attack" and row.external)
     return [*lines, *(f"† measured elsewhere: {reference}" for reference in external)]

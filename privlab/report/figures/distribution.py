@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from privlab.grids import Figure
-from privlab.report.figures.data import Levels, check_leaks, names_of, notes, read_levels
+from privlab.report.figures.data import check_leaks, control_of, names_of, notes, with_columns
 from privlab.report.figures.rows import FigureRow, height, stack
 from privlab.report.figures.style import (
     OTHER,
@@ -55,13 +55,13 @@ def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Fig
         PrivlabError: if the metric is one of utility, or nothing was measured.
     """
     check_leaks(figure)
-    levels = read_levels(results, figure, figure.y)
-    samples = list(_samples(levels, figure.y))
-    names = names_of(levels)
+    results = with_columns(results, figure, figure.y)
+    samples = list(_samples(results, figure.y))
+    names = names_of(results)
     heading = (lambda case: names[case]) if len(results.cases) > 1 else (lambda _: "")
     rows = [FigureRow(heading(sample.case), sample.name, _ROW, _GAP) for sample in samples]
     cases = sorted({sample.case for sample in samples})
-    control = levels.control(cases, figure.y)
+    control = control_of(results, cases, figure.y)
     scale = Scale.of(figure.y, [control, *(score for sample in samples for score in sample.scores.tolist())])
     picture, ax = canvas()
     ax.grid(axis="x")
@@ -76,18 +76,17 @@ def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Fig
     ax.set_xlabel(axis_title(figure.y))
     dots = f"{_POINTS} quantiles" if max(len(sample.scores) for sample in samples) > _POINTS else "images"
     said = f"Boxes: quartiles and median; lines: range; dots: {dots}."
-    dress(picture, height(rows), handles, notes(levels, cases, said))
+    dress(picture, height(rows), handles, notes(results, cases, said))
     return picture
 
 
-def _samples(levels: Levels, metric: str) -> Iterator[_Sample]:
+def _samples(results: Results, metric: str) -> Iterator[_Sample]:
     """Yield what was measured, case by case: the paper's attack, the other attacks, the worst case."""
-    layout = levels.results.layout
-    images = levels.results.laid_out(columns=(metric,)).scored.images
+    images, paper = results.scored.images, results.layout.paper_attack
     images = images.loc[
         ~images.control & images[metric].notna() & (images.image != "") & (images.attack != SINGLE)
     ]  # "": a mean, of no known image
-    roles = {WORST_CASE: WORST} | ({layout.paper_attack: PAPER} if layout.paper_attack else {})
+    roles = {WORST_CASE: WORST} | ({paper: PAPER} if paper else {})
     cells = {key: rows[metric].to_numpy(np.float64) for key, rows in images.groupby(["case", "attack", "external"])}
     found = [
         _Sample(int(str(case)), attack + (" †" if external else ""), roles.get(attack, OTHER), scores)

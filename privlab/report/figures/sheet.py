@@ -14,7 +14,7 @@ from PIL import Image
 
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
-from privlab.report.figures.data import check_leaks, names_of, notes, read_levels
+from privlab.report.figures.data import check_leaks, names_of, notes, with_columns
 from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, with_unit, wrap
 from privlab.report.tables import WORST, Results, Scored, attack_label, figure_text
 from privlab.report.tables.table import decimals
@@ -51,15 +51,15 @@ def draw_sheet(results: Results, figure: Figure) -> matplotlib.figure.Figure:
         PrivlabError: if the metric is one of utility, nothing was measured, or no images were kept or can be read.
     """
     check_leaks(figure)
-    levels = read_levels(results, figure, figure.y)
+    results = with_columns(results, figure, figure.y)
     ranked = {case: panels for case in range(len(results.cases)) if (panels := _rank(results, case, figure.y))}
     if not ranked:
         raise PrivlabError(f"The sheet '{figure.name}' needs images. Found none in '{results.path}'.")
     said = f"Numbers: {with_unit(figure.y)}. Images are ranked by their worst case."
-    names = names_of(levels)
+    names = names_of(results)
     titles = [names[case] for case in ranked] if len(results.cases) > 1 else [""]
     heads = filter(None, ("private", "fed", results.layout.paper_attack, "worst case"))
-    return _draw(list(ranked.values()), titles, list(heads), notes(levels, list(ranked), said))
+    return _draw(list(ranked.values()), titles, list(heads), notes(results, list(ranked), said))
 
 
 def _rank(results: Results, case: int, metric: str) -> list[list[_Panel]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from privlab.base import PrivlabError, check_name
 from privlab.grids import KNOWN, Figure
-from privlab.report.figures.data import Levels, names_of, notes, read_levels
+from privlab.report.figures.data import control_of, names_of, notes, roles_of, score_of, with_columns
 from privlab.report.figures.labels import place_labels
 from privlab.report.figures.style import (
     GREY,
@@ -44,13 +44,13 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
     """
     x, y = figure.x or "correct", figure.y
     check_name("metric of a trade-off", x, KNOWN)
-    levels = read_levels(results, figure, y, x)
-    utility = _whose(levels, x)
-    points = {role: _points(levels, (utility or role, x), (role, y)) for role in levels.roles(y)}
+    results = with_columns(results, figure, y, x)
+    utility = _whose(results, x)
+    points = {role: _points(results, (utility or role, x), (role, y)) for role in roles_of(results, y)}
     cases = sorted({case for of_role in points.values() for case in of_role})
     if not cases:
         raise PrivlabError(f"The trade-off '{figure.name}' needs cases that have both {x} and {y}. Found none.")
-    control = levels.control(cases, y)
+    control = control_of(results, cases, y)
     every = [point for of_role in points.values() for point in of_role.values()]
     scales = Scale.of(x, (p[0] for p in every)), Scale.of(y, [control, *(p[1] for p in every)])
     picture, ax = canvas()
@@ -65,9 +65,9 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
     scales[1].apply(ax, "y")
     ax.set_xlabel(axis_title(x, "as published" if utility is PUBLISHED else ""))
     ax.set_ylabel(axis_title(y))
-    said = notes(levels, cases, "Means over images.")
+    said = notes(results, cases, "Means over images.")
     dress(picture, _HEIGHT, handles, said, columns=3)
-    names = [names_of(levels)[case] for case in cases]
+    names = [names_of(results)[case] for case in cases]
     if not place_labels(picture, ax, joins, names, near=True):
         key = "; ".join(f"{n} {name}".replace(" ", "\N{NO-BREAK SPACE}") for n, name in enumerate(names, 1))
         dress(picture, _HEIGHT, handles, [f"{key}.", *said], columns=3)
@@ -77,18 +77,18 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
     return picture
 
 
-def _whose(levels: Levels, x: str) -> Role | None:
+def _whose(results: Results, x: str) -> Role | None:
     """Return whose utility is shown: the measured one, or else the paper's; None where x is a metric of leakage."""
     if KNOWN[x].arrow:
         return None
-    cases = range(len(levels.results.cases))
-    return PUBLISHED if all(math.isnan(levels.score(i, MEASURED, x).mean) for i in cases) else MEASURED
+    cases = range(len(results.cases))
+    return PUBLISHED if all(math.isnan(score_of(results, i, MEASURED, x).mean) for i in cases) else MEASURED
 
 
-def _points(levels: Levels, x: tuple[Role, str], y: tuple[Role, str]) -> dict[int, _Place]:
+def _points(results: Results, x: tuple[Role, str], y: tuple[Role, str]) -> dict[int, _Place]:
     """Return the places of the cases that have both figures."""
-    cases = range(len(levels.results.cases))
-    found = {i: (levels.score(i, *x).mean, levels.score(i, *y).mean) for i in cases}
+    cases = range(len(results.cases))
+    found = {i: (score_of(results, i, *x).mean, score_of(results, i, *y).mean) for i in cases}
     return {i: point for i, point in found.items() if not any(math.isnan(value) for value in point)}
 
 

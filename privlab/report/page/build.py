@@ -16,7 +16,7 @@ from markupsafe import Markup
 import privlab
 from privlab.base import first, write_whole
 from privlab.evaluation import CONTROL
-from privlab.report.page.data import Images, page_data, scores_of
+from privlab.report.page.data import images_of, page_data, scores_of
 from privlab.report.page.overview import flags, lead_text, verdict
 from privlab.report.page.pictures import Album, albums, order_of
 from privlab.report.tables import Facts, Results, apart, apart_lines, case_names, scope
@@ -76,15 +76,15 @@ def _script_data(results: Results) -> dict[str, Any]:
     """Return the data of the script, the albums, and a sentence on how many images the page shows."""
     if results.records.empty:
         return {"data": "", "albums": {}, "pictures": ""}
-    images = Images.of(results.records)
+    images = images_of(results.records)
     scores = scores_of(results, images)
-    held = albums(results, images, scores, order_of(scores, results.lead, len(images.names)))
+    held = albums(results, list(images.image_sha256), scores, order_of(scores, results.lead, len(images)))
     fed = any(what.endswith("/fed") for album in held.values() for what in album.of)
     kept = "pictures" if any((results.path / "pictures").glob("*/")) else "strips"
     return {
         "data": _script(page_data(results, images, scores, fed=fed, kept=kept)),
         "albums": {number: _script(asdict(album)) for number, album in held.items()},
-        "pictures": _size_text(held, len(images.names), kept),
+        "pictures": _size_text(held, len(images), kept),
     }
 
 

@@ -14,22 +14,19 @@ from privlab.report.tables.per_image import CELL, sign_of
 from privlab.report.tables.table import decimals
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """The images of all records: names and hashes by number; `number` is found by an image's key in `Scored.images`."""
+def images_of(records: pd.DataFrame) -> pd.DataFrame:
+    """Return `image` (the name) and `image_sha256` of each image, numbered in the order of the records, by its key.
 
-    names: Sequence[str]
-    hashes: Sequence[str]
-    number: Mapping[str, int]
+    The key is that of `Scored.images`: the hash, or the name where there is none. The column `number` counts from 0.
+    """
+    found = records[["image", "image_sha256"]].fillna("").astype(str)
+    found = found.set_index(_keys(found).rename("key"))
+    found = found.loc[~found.index.duplicated()]
+    return found.assign(number=range(len(found)))
 
-    @classmethod
-    def of(cls, records: pd.DataFrame) -> "Images":
-        """Return the images, numbered in the order of the records; an image without a hash goes by its name."""
-        found = records[["image", "image_sha256"]].fillna("").astype(str)
-        found["key"] = found.image_sha256.where(found.image_sha256 != "", "name:" + found.image)
-        found = found.drop_duplicates("key")
-        number = {key: i for i, key in enumerate(found.key)}
-        return cls(list(found.image), list(found.image_sha256), number)
+
+def _keys(named: pd.DataFrame) -> pd.Series:
+    return named.image_sha256.where(named.image_sha256 != "", "name:" + named.image)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ class Scores:
     failed: Mapping[int, str] = field(default_factory=dict)
 
 
-def scores_of(results: Results, images: Images) -> list[Scores]:
+def scores_of(results: Results, images: pd.DataFrame) -> list[Scores]:
     """Return the scores of all cases in the layout's geometry, and then those of attacks in the other geometries."""
     own = results.layout.geometry
     attacked = results.records[~results.records.attack.str.startswith(CONTROL)]
@@ -59,7 +56,7 @@ def scores_of(results: Results, images: Images) -> list[Scores]:
     ]
 
 
-def _under(results: Results, images: Images) -> Iterator[Scores]:
+def _under(results: Results, images: pd.DataFrame) -> Iterator[Scores]:
     metrics, geometry = results.layout.columns, results.layout.geometry
     found = results.scored.images
     found = found[found.scored & (found.image != "")]
@@ -79,32 +76,29 @@ def _under(results: Results, images: Images) -> Iterator[Scores]:
         yield Scores(row, place, scored, by, failed.get((row.case, row.attack or "", place), {}))
 
 
-def _failures(results: Results, images: Images) -> dict[tuple[int, str, str], dict[int, str]]:
+def _failures(results: Results, images: pd.DataFrame) -> dict[tuple[int, str, str], dict[int, str]]:
     """Return the reasons of failed images by case, attack and geometry."""
-    reasons: dict[tuple[int, str, str], dict[int, str]] = {}
     rows = results.records[results.records.status != "ok"].fillna({"image": "", "image_sha256": "", "reason": ""})
-    for row in rows.itertuples():
-        number = images.number[row.image_sha256 or f"name:{row.image}"]
-        reasons.setdefault((row.case, row.attack, row.geometry), {})[number] = row.reason or "no reason is recorded"
-    return reasons
+    rows = rows.assign(number=_keys(rows).map(images.number), reason=rows.reason.replace("", "no reason is recorded"))
+    cells = rows.groupby(["case", "attack", "geometry"])
+    return {key: dict(zip(of.number.tolist(), of.reason, strict=True)) for key, of in cells}
 
 
-def _worst_attacks(results: Results, images: Images) -> dict[tuple[int, str, int], str]:
+def _worst_attacks(results: Results, images: pd.DataFrame) -> dict[tuple[int, str, int], str]:
     """Return the attack behind each worst case, by case, metric and image; of several that tie, the first by name."""
     found = results.scored.reached.drop_duplicates(["case", "image", "metric"])
     keys = zip(found.case, found.metric, found.image.map(images.number), strict=True)
     return dict(zip(keys, map(attack_label, found.attack, found.geometry), strict=True))
 
 
-def page_data(results: Results, images: Images, scores: Sequence[Scores], *, fed: bool, kept: str) -> dict[str, Any]:
+def page_data(
+    results: Results, images: pd.DataFrame, scores: Sequence[Scores], *, fed: bool, kept: str
+) -> dict[str, Any]:
     """Return what the script of the page reads; an infinite score is "Infinity", one that was not measured null.
-
-    `fed` says whether the page holds images of what the client fed, and `kept` names the folder in which images are
-    stored, "pictures" or "strips".
 
     Args:
         results: the cases, and the columns of the table.
-        images: the images by their numbers, by which `scores` names them.
+        images: the images, as `images_of` returns them; `scores` names them by their numbers.
         scores: the rows of the table, with the scores of each image.
         fed: whether the page holds images of what the client fed.
         kept: the folder in which images are stored, "pictures" or "strips".
@@ -125,7 +119,7 @@ def page_data(results: Results, images: Images, scores: Sequence[Scores], *, fed
             {"name": name, "group": case.group, "setting": settings.get(i, "")}
             for i, (case, name) in enumerate(zip(results.cases, case_names(results), strict=True))
         ],
-        "images": [[name, sha[:16]] for name, sha in zip(images.names, images.hashes, strict=True)],
+        "images": [[name, sha[:16]] for name, sha in zip(images.image, images.image_sha256, strict=True)],
         "sets": [_set(one, results.layout.columns) for one in scores],
     }
 

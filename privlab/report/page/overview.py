@@ -3,10 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
 from privlab.report.tables import (
     Facts,
@@ -35,93 +35,72 @@ def verdict(results: Results, metric: str) -> dict[str, Any]:
 
     It is what the template reads: `groups` holds the lines, each group with its heading. The metric is one of leakage.
     """
-    cases = _cases(results, metric)
-    means = [case.score(kind).mean for case in cases for kind in ("published", "paper", "worst", "control")]
-    finite = sorted(mean for mean in means if math.isfinite(mean))
+    cases = range(len(results.cases))
+    scores = [results.score(case, kind, metric) for case in cases for kind in ("published", "paper", "worst")]
+    scores += [control.scores[metric] for case in cases if (control := _best_control(results, case, metric))]
+    finite = sorted(score.mean for score in scores if math.isfinite(score.mean))
     low, high = (finite[0], finite[-1]) if finite else (0.0, 1.0)
     ends = (low, high) if sign_of(metric) > 0 else (high, low)
     n = decimals(results.layout, metric)
-    lines = [(facts.group, case.line(facts.label, n, ends)) for facts, case in zip(results.cases, cases, strict=True)]
+    groups = groupby(cases, lambda case: results.cases[case].group)
     return {
         "name": metric,
         "head": heading(metric),
         "about": f"{KNOWN[metric].source}. {'A higher' if sign_of(metric) > 0 else 'A lower'} value is a worse leak.",
         "axis": f"{' to '.join(figure_text(end, n) for end in ends)}, leaks more →" if finite else "",
-        "groups": [(group, [line for _, line in found]) for group, found in groupby(lines, lambda pair: pair[0])],
+        "groups": [(group, [_line(results, case, metric, ends) for case in found]) for group, found in groups],
     }
 
 
-@dataclass(frozen=True)
-class _Case:
-    """What was printed and measured for one case by one metric: its headline rows and its leakiest control, by kind."""
-
-    number: int
-    metric: str
-    rows: Mapping[str, Row]
-
-    def score(self, kind: str) -> Score:
-        return self.rows[kind].scores.get(self.metric, NO_SCORE) if kind in self.rows else NO_SCORE
-
-    @property
-    def beaten(self) -> bool:
-        """Return whether the worst case is no better than a control."""
-        sign = sign_of(self.metric)
-        return sign * self.score("worst").mean <= sign * self.score("control").mean
-
-    @property
-    def understated(self) -> bool:
-        """Return whether the worst case leaks more than the paper's attack."""
-        sign = sign_of(self.metric)
-        return sign * self.score("worst").mean > sign * self.score("paper").mean
-
-    @property
-    def apart(self) -> bool:
-        """Return whether the worst case leaks more than the paper's attack and their intervals do not meet."""
-        claim, worst = self.score("paper"), self.score("worst")
-        return claim.high < worst.low if sign_of(self.metric) > 0 else worst.high < claim.low
-
-    def line(self, label: str, n: int, ends: tuple[float, float]) -> dict[str, Any]:
-        """Return the case as text; `at` gives the places of its marks in the plot, between the `ends` of its scale."""
-        worst, control, single = self.rows["worst"], self.rows.get("control"), self.rows.get("single")
-        elsewhere = (row.external for kind, row in self.rows.items() if row.external and kind != "control")
-        names = "".join(single.leakiest.get(self.metric, ())) if single else ""
-        published = self.score("published").mean
-        marks = {"published": "published", "claim": "paper", "worst": "worst", "control": "control"}
-        return {
-            "label": label,
-            "external": "; ".join(dict.fromkeys(one for text in elsewhere for one in text.split("; "))),
-            "published": "—" if math.isnan(published) else figure_text(published, n),
-            "claim": self._with_interval("paper", n),
-            "worst": self._with_interval("worst", n),
-            "by": _most(worst.leakiest.get(self.metric, {}), self.score("worst").images),
-            "single": f"{names} {figure_text(self.score('single').mean, n)}" if names else "",
-            "exact": f"exact {worst.exact} of {self.score('worst').images}" if worst.exact else "",
-            "control": figure_text(self.score("control").mean, n),
-            "control_name": (control.attack or "").removeprefix("control:") if control else "",
-            "beaten": self.beaten,
-            "at": {mark: _place(self.score(kind).mean, ends) for mark, kind in marks.items()},
-        }
-
-    def _with_interval(self, kind: str, n: int) -> tuple[str, str]:
-        """Return a mean and the text beside it: its interval, or "refused" if an attack was refused and has no mean."""
-        score = self.score(kind)
-        mean, low, high = (figure_text(value, n) for value in (score.mean, score.low, score.high))
-        if not math.isnan(score.low) and not math.isnan(score.high):
-            return mean, f"[{low}, {high}]"
-        refused = kind in self.rows and self.rows[kind].refused
-        return mean, "refused" if refused and math.isnan(score.mean) else ""
+def _best_control(results: Results, case: int, metric: str) -> Row | None:
+    """Return the control of a case that leaks most by a metric."""
+    of_case = [row for row in results.rows if row.case == case and row.kind == "control"]
+    known = [row for row in of_case if not math.isnan(row.scores[metric].mean)]
+    return max(known, key=lambda row: sign_of(metric) * row.scores[metric].mean, default=None)
 
 
-def _cases(results: Results, metric: str) -> list[_Case]:
-    cases = []
-    for number in range(len(results.cases)):
-        own = [row for row in results.rows if row.case == number]
-        found = {row.kind: row for row in headline(own)}
-        controls = [row for row in own if row.kind == "control" and not math.isnan(row.scores[metric].mean)]
-        if controls:
-            found["control"] = max(controls, key=lambda row: sign_of(metric) * row.scores[metric].mean)
-        cases.append(_Case(number, metric, found))
-    return cases
+def _is_beaten(results: Results, case: int, metric: str) -> bool:
+    """Return whether the worst case is no better than a control."""
+    control = _best_control(results, case, metric)
+    if control is None:
+        return False
+    sign = sign_of(metric)
+    return sign * results.score(case, "worst", metric).mean <= sign * control.scores[metric].mean
+
+
+def _line(results: Results, case: int, metric: str, ends: tuple[float, float]) -> dict[str, Any]:
+    """Return a case as text; `at` gives the places of its marks in the plot, between the `ends` of its scale."""
+    n, control = decimals(results.layout, metric), _best_control(results, case, metric)
+    rows = {row.kind: row for row in headline([row for row in results.rows if row.case == case])}
+    worst, single = rows["worst"], rows.get("single")
+    scores = {kind: results.score(case, kind, metric) for kind in ("published", "paper", "worst", "single")}
+    scores["control"] = NO_SCORE if control is None else control.scores[metric]
+    elsewhere = (row.external for row in rows.values() if row.external)
+    names = "".join(single.leakiest.get(metric, ())) if single else ""
+    published, images = scores["published"].mean, scores["worst"].images
+    marks = {"published": "published", "claim": "paper", "worst": "worst", "control": "control"}
+    return {
+        "label": results.cases[case].label,
+        "external": "; ".join(dict.fromkeys(one for text in elsewhere for one in text.split("; "))),
+        "published": "—" if math.isnan(published) else figure_text(published, n),
+        "claim": _with_interval(rows.get("paper"), scores["paper"], n),
+        "worst": _with_interval(worst, scores["worst"], n),
+        "by": _most(worst.leakiest.get(metric, {}), images),
+        "single": f"{names} {figure_text(scores['single'].mean, n)}" if names else "",
+        "exact": f"exact {worst.exact} of {images}" if worst.exact else "",
+        "control": figure_text(scores["control"].mean, n),
+        "control_name": (control.attack or "").removeprefix(CONTROL) if control else "",
+        "beaten": _is_beaten(results, case, metric),
+        "at": {mark: _place(scores[kind].mean, ends) for mark, kind in marks.items()},
+    }
+
+
+def _with_interval(row: Row | None, score: Score, n: int) -> tuple[str, str]:
+    """Return a mean and the text beside it: its interval, or "refused" if an attack was refused and has no mean."""
+    mean, low, high = (figure_text(value, n) for value in (score.mean, score.low, score.high))
+    if not math.isnan(score.low) and not math.isnan(score.high):
+        return mean, f"[{low}, {high}]"
+    return mean, "refused" if row and row.refused and math.isnan(score.mean) else ""
 
 
 def _most(leakiest: Mapping[str, int], images: int) -> str:
@@ -149,27 +128,29 @@ def lead_text(results: Results) -> list[str]:
     They judge by the lead metric. Other sentences count the cases that are no better than a control, and those without
     a score.
     """
-    cases = _cases(results, results.lead)
-    scored = [case for case in cases if not math.isnan(case.score("worst").mean)]
-    name, attack, of_scored = metric_title(results.lead), results.layout.paper_attack, some(len(scored), "case")
+    lead, cases = results.lead, range(len(results.cases))
+    worst, paper = ([results.score(case, kind, lead) for case in cases] for kind in ("worst", "paper"))
+    scored = [case for case in cases if not math.isnan(worst[case].mean)]
+    name, attack, of_scored = metric_title(lead), results.layout.paper_attack, some(len(scored), "case")
     if not scored:
         return [
             results.facts.get("unscored") or "Nothing has been scored yet: no attack on any case has left a number."
         ]
-    both = [case for case in scored if not math.isnan(case.score("paper").mean)]
+    pairs = [(paper[case], worst[case]) for case in scored if not math.isnan(paper[case].mean)]
+    up = sign_of(lead) > 0
     lines = []
     if attack is None:
         lines.append(f"No paper's attack is named: {of_scored} {'has' if len(scored) == 1 else 'have'} a worst case.")
-    elif not both:
+    elif not pairs:
         lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
-    elif more := sum(case.understated for case in both):
-        of = "the only case" if len(both) == 1 else f"{more} of {len(both)} cases"
-        apart = sum(case.apart for case in both)
+    elif more := sum(here.mean > claim.mean if up else here.mean < claim.mean for claim, here in pairs):
+        of = "the only case" if len(pairs) == 1 else f"{more} of {len(pairs)} cases"
+        apart = sum(claim.high < here.low if up else here.high < claim.low for claim, here in pairs)
         beyond = "" if not apart else ", beyond the intervals" + ("" if apart == more else f" on {apart}")
         lines.append(f"By {name}, the worst case leaks more than the paper's attack, {attack}, on {of}{beyond}.")
     else:
         lines.append(f"By {name}, no attack leaks more than the paper's own, {attack}.")
-    beaten = [case.number for case in scored if case.beaten]
+    beaten = [case for case in scored if _is_beaten(results, case, lead)]
     structure = Facts.of(results).structure if beaten else {}
     if found := [number for number in beaten if structure.get(number)]:
         lines.append(
@@ -208,8 +189,8 @@ def flags(results: Results) -> list[Flag]:
 
 
 def _unscored_cases(results: Results) -> list[str]:
-    worst = {row.case: row.scores[results.lead] for row in results.rows if row.kind == "worst"}
-    return [name for i, name in enumerate(case_names(results)) if math.isnan(worst[i].mean)]
+    names = enumerate(case_names(results))
+    return [name for case, name in names if math.isnan(results.score(case, "worst", results.lead).mean)]
 
 
 def _conditions(results: Results) -> list[str]:

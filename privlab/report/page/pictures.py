@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from privlab.images import data_uri
-from privlab.report.page.data import Images, Scores
+from privlab.report.page.data import Scores
 from privlab.report.tables import Results
 from privlab.stores import Place, pngs
 
@@ -59,7 +59,7 @@ def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
     return list(dict.fromkeys([*extremes, *range(images)]))
 
 
-def albums(results: Results, images: Images, scores: Sequence[Scores], order: Iterable[int]) -> dict[int, Album]:
+def albums(results: Results, hashes: Sequence[str], scores: Sequence[Scores], order: Iterable[int]) -> dict[int, Album]:
     """Return the album of each image that has a file, by the number of the image.
 
     An album holds the private image, the fed image and the reconstructions: in full size until `FULL_BUDGET` is spent,
@@ -68,7 +68,7 @@ def albums(results: Results, images: Images, scores: Sequence[Scores], order: It
 
     Args:
         results: the cases, and the directory in which image files are looked for.
-        images: the hashes by the numbers of the images.
+        hashes: those of the images, by their numbers.
         scores: the rows of the table; they say which attacks ran on which case.
         order: the numbers of the images, in the order in which the budgets are spent.
     """
@@ -78,7 +78,7 @@ def albums(results: Results, images: Images, scores: Sequence[Scores], order: It
             wanted[one.row.case].append(one.row.attack)
 
     def read(number: int, *, small: bool, full: bool) -> Album:
-        return _album(_places(results, images.hashes[number], wanted, private=not small), full=full)
+        return _album(_places(results, hashes[number], wanted, private=not small), full=full)
 
     found: dict[int, Album] = {}
     left_small, left_full = SMALL_BUDGET, FULL_BUDGET

@@ -100,25 +100,13 @@ class Scored:
         Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Controls,
         failed rows, figures of no known image and metrics of utility have no part in it.
         """
-        pool = self._pool
-        group, _ = groups(pool, ["case", "image"])
-        found, columns = [], ["case", "image", "metric", "value", "attack", "geometry"]
-        for name in filter(sign_of, self.metrics):
-            values = -sign_of(name) * pool[name].to_numpy()
-            segments = Segments.of(values, group)
-            best = np.full(group.max(initial=-1) + 1, np.nan)
-            best[segments.group] = segments.values[segments.starts]
-            hit = np.flatnonzero(values == best[group])
-            found.append((name, hit, -sign_of(name) * values[hit]))
-        if not found:
-            return pd.DataFrame(columns=columns).astype({"case": "int64", "value": "float64"})
-        names, hits, values = zip(*found, strict=True)
-        at = pool[["case", "image", "attack", "geometry"]].iloc[np.concatenate(hits)]
-        at = at.assign(metric=np.repeat(names, [len(hit) for hit in hits]).astype(object), value=np.concatenate(values))
-        ordered = at.sort_values(["case", "image", "metric", "attack", "geometry"])
-        return ordered.drop_duplicates(["case", "image", "metric", "attack"], ignore_index=True).reindex(
-            columns=columns
-        )
+        by, columns = ["case", "image", "metric"], ["case", "image", "metric", "value", "attack", "geometry"]
+        leaky = [name for name in self.metrics if sign_of(name)]
+        long = self._pool.melt(["case", "image", "attack", "geometry"], leaky, "metric", "value").dropna(subset="value")
+        leaks = long["value"] * long.metric.map(sign_of).astype("float64")
+        best = leaks.groupby([long[name] for name in by]).transform("max")
+        found = long.loc[leaks == best].sort_values([*by, "attack", "geometry"])
+        return found.drop_duplicates([*by, "attack"], ignore_index=True)[columns]
 
     @cached_property
     def leakiest_geometries(self) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import pandas as pd
 from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
 from privlab.grids import KNOWN, Figure, Layout, beside, papers_attack
-from privlab.report.tables.leakage import Row, leakage
+from privlab.report.tables.leakage import NO_SCORE, Kind, Row, Score, leakage
 from privlab.report.tables.per_image import Scored, lead_metric
 from privlab.stores import Place, RunDirectory, places_of
 
@@ -57,6 +57,25 @@ class Results:
     def rows(self) -> list[Row]:
         """Return the rows of the leakage table, case by case."""
         return leakage(self)
+
+    def row(self, case: int, kind: Kind) -> Row | None:
+        """Return the first row of a case that has this kind; None if there is none."""
+        return self._first_rows.get((case, kind))
+
+    def score(self, case: int, kind: Kind, metric: str) -> Score:
+        """Return the score of that row, which is NaN where the metric was not measured.
+
+        Args:
+            case: the number of the case, from 0.
+            kind: the kind of the row, such as "paper" or "worst".
+            metric: the metric's name.
+        """
+        row = self.row(case, kind)
+        return NO_SCORE if row is None else row.scores.get(metric, NO_SCORE)
+
+    @cached_property
+    def _first_rows(self) -> Mapping[tuple[int, str], Row]:
+        return {(row.case, row.kind): row for row in reversed(self.rows)}
 
     @cached_property
     def scored(self) -> Scored:
