@@ -8,12 +8,13 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from privlab.base import PrivlabError
-from privlab.report.figures.files import check_ending, write_figure
-from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, bare, figure_style
+from privlab.report.figures import check_ending, write_figure
+from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, figure_style
 
 Facts = Mapping[str, Any]
 
@@ -140,3 +141,10 @@ def _attention(about: Facts, attention: pd.DataFrame, out: Path) -> Figure:
             for ax in line:
                 bare(ax)
     return figure
+
+
+def bare(ax: Axes) -> None:
+    """Take ticks and spines off axes that show an image."""
+    ax.set(xticks=[], yticks=[])
+    for side in ax.spines.values():
+        side.set_visible(False)

@@ -15,8 +15,9 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from privlab.base import PrivlabError
-from privlab.report.figures.files import check_ending, write_figure
-from privlab.report.figures.style import GREY, MARKERS, PAGE, PALETTE, SMALL, bare, figure_style
+from privlab.experiments.figures.positions import bare
+from privlab.report.figures import check_ending, write_figure
+from privlab.report.figures.style import GREY, MARKERS, PAGE, PALETTE, SMALL, figure_style
 
 Facts = Mapping[str, Any]
 Patches = NDArray[np.float64]

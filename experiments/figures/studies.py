@@ -8,7 +8,7 @@ import numpy as np
 
 from privlab.base import PrivlabError
 from privlab.experiments.methods.reconstruction_bound import success_bound
-from privlab.report.figures.files import check_ending, write_figure
+from privlab.report.figures import check_ending, write_figure
 from privlab.report.figures.style import MARKERS, PALETTE, canvas, dress, figure_style
 
 _HEIGHT = 1.6

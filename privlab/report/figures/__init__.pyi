@@ -1,6 +1,6 @@
+from .draw import check_ending as check_ending
+from .draw import write_figure as write_figure
 from .draw import write_figures as write_figures
-from .files import check_ending as check_ending
-from .files import write_figure as write_figure
 from .labels import place_labels as place_labels
 from .style import MARKERS as MARKERS
 from .style import PALETTE as PALETTE

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
 from privlab.report.figures.style import MEASURED, PAPER, PUBLISHED, WORST, Role
-from privlab.report.tables import Results, Score, case_names
+from privlab.report.tables import Results, Row, Score, case_names
 from privlab.report.tables.table import some
 
 
@@ -25,9 +25,8 @@ def score_of(results: Results, case: int, role: Role, metric: str) -> Score:
     return Score(score.mean * 100, score.low * 100, score.high * 100, score.images)
 
 
-def is_external(results: Results, case: int, role: Role) -> bool:
-    """Return whether the row of a role, or an attack behind it, was measured elsewhere."""
-    row = results.row(case, role.kind)
+def is_external(row: Row | None) -> bool:
+    """Return whether a row, or an attack behind it, was measured elsewhere."""
     return row is not None and row.external is not None
 
 
@@ -38,8 +37,9 @@ def roles_of(results: Results, metric: str) -> list[Role]:
     return [PAPER, WORST] if results.layout.paper_attack else [WORST]
 
 
-def control_of(results: Results, cases: Iterable[int], metric: str) -> float:
-    """Return the mean over the cases of the leakiest control, which an attack must beat; NaN if there is none."""
+def control_of(results: Results, cases: Iterable[int]) -> float:
+    """Return the mean of the first column over the cases of the leakiest control; NaN if there is none."""
+    metric = results.layout.columns[0]
     if not KNOWN[metric].arrow:
         return math.nan
     of: dict[str | None, list[float]] = {}
@@ -78,7 +78,7 @@ def check_leaks(figure: Figure) -> None:
 def names_of(results: Results, *, grouped: bool = False) -> list[str]:
     """Return a name for each case, with † where it is external; without a group if cases are `grouped` in a figure."""
     names = [case.label for case in results.cases] if grouped else case_names(results)
-    external = [any(is_external(results, i, role) for role in (PAPER, WORST)) for i in range(len(names))]
+    external = [any(is_external(results.row(i, role.kind)) for role in (PAPER, WORST)) for i in range(len(names))]
     return [name + " †" * outside for name, outside in zip(names, external, strict=True)]
 
 

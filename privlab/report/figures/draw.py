@@ -5,15 +5,12 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from privlab.base import PrivlabError, check_name
+from privlab.base import PrivlabError, check_name, write_whole
 from privlab.grids import FIGURES, KNOWN, Figure
-from privlab.report.figures.claim import draw_claim
-from privlab.report.figures.curve import draw_curve
-from privlab.report.figures.distribution import draw_distribution
-from privlab.report.figures.files import KINDS, write_figure
+from privlab.report.figures.bars import draw_claim, draw_distribution
+from privlab.report.figures.points import draw_curve, draw_trade_off
 from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import figure_style
-from privlab.report.figures.trade_off import draw_trade_off
 from privlab.report.tables import Results
 from privlab.report.tables.table import some
 
@@ -24,6 +21,10 @@ _DRAW: Mapping[str, Callable[[Results, Figure], matplotlib.figure.Figure]] = {
     "sheet": draw_sheet,
     "claim": draw_claim,
 }
+
+
+_KINDS: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+"""The formats, each with metadata that keep the time out of the file, so that the same records give the same bytes."""
 
 
 def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
@@ -74,10 +75,32 @@ def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", 
 
 def _check(figures: Sequence[Figure], formats: Sequence[str]) -> None:
     for kind in formats:
-        check_name("format of figures", kind, KINDS)
+        check_name("format of figures", kind, _KINDS)
     names = [figure.name for figure in figures]
     for name in names:
         if names.count(name) > 1:
             raise PrivlabError(f"Two figures are named '{name}': give each its own name.")
         if name != Path(name).name or name in ("", ".", ".."):
             raise PrivlabError(f"A figure's name must be that of a file, without a folder. Found '{name}'.")
+
+
+def check_ending(path: Path) -> None:
+    """Check that a figure can be written under this name.
+
+    Raises:
+        PrivlabError: unless it ends in .pdf, .svg or .png.
+    """
+    if path.suffix[1:] not in _KINDS:
+        raise PrivlabError(f"A figure is a file .pdf, .svg or .png. Found '{path}'.")
+
+
+def write_figure(figure: matplotlib.figure.Figure, path: Path) -> None:
+    """Write a figure as PDF, SVG or PNG, by the ending of its name; the same figure gives the same bytes.
+
+    Raises:
+        PrivlabError: for another ending, or if it cannot be written.
+    """
+    check_ending(path)
+    kind = path.suffix[1:]
+    with figure_style():
+        write_whole(path, lambda made: figure.savefig(made, format=kind, metadata=_KINDS[kind]), durable=False)

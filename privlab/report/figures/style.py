@@ -33,38 +33,10 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#5
 MARKERS = ("o", "s", "^", "D", "v", "p", "<", ">")
 """The marker of each colour, for print in grey."""
 
-_STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so that a figure is the same everywhere
-    "font.size": 7,
-    "axes.labelsize": 7,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": "0.88",
-    "grid.linewidth": 0.5,
-    "xtick.labelsize": 6,
-    "ytick.labelsize": 6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.minor.size": 1.2,
-    "ytick.minor.size": 1.2,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
-    "legend.fontsize": 6,
-    "legend.frameon": False,
-    "lines.linewidth": 1.0,
-    "lines.markersize": 4.0,
-    "hatch.linewidth": 0.5,
-    "pdf.fonttype": 42,  # TrueType: text stays text, and publishers take it
-    "svg.hashsalt": "privlab",
-    "savefig.dpi": 300,
-}
-
 
 def figure_style() -> AbstractContextManager[None]:
     """Return the context in which figures are drawn and written; afterwards a user's own settings hold again."""
-    return matplotlib.style.context(["default", _STYLE])
+    return matplotlib.style.context(["default", "privlab.report.figures.paper"])
 
 
 @dataclass(frozen=True)
@@ -123,13 +95,6 @@ def canvas() -> tuple[Figure, Axes]:
     """Return an empty figure with one pair of axes, which `dress` gives its size."""
     figure = Figure(layout="constrained")
     return figure, figure.add_subplot()
-
-
-def bare(ax: Axes) -> None:
-    """Take ticks and spines off axes that show an image."""
-    ax.set(xticks=[], yticks=[])
-    for side in ax.spines.values():
-        side.set_visible(False)
 
 
 def dress(figure: Figure, height: float, handles: Sequence[Artist], said: Iterable[str], columns: int = 2) -> None:

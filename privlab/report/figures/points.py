@@ -1,4 +1,4 @@
-"""Curves: a score against an option, such as γ, the noise or the fraction kept."""
+"""Curves and trade-offs: a score against an option, such as γ, or against what a defense costs in utility."""
 
 import itertools
 import math
@@ -6,15 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.figure
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from numpy.typing import NDArray
 
 from privlab.base import PrivlabError, check_name
-from privlab.grids import Figure
-from privlab.report.figures.data import control_of, is_external, notes, roles_of, score_of, with_columns
+from privlab.grids import KNOWN, Figure
+from privlab.report.figures.data import control_of, is_external, names_of, notes, roles_of, score_of, with_columns
+from privlab.report.figures.labels import place_labels
 from privlab.report.figures.style import (
     GREY,
     MARKERS,
+    MEASURED,
     PALETTE,
     PUBLISHED,
     SMALL,
@@ -32,7 +36,7 @@ from privlab.report.tables import CaseFacts, Results, Score
 Groups = Mapping[str, Sequence[tuple[float, int]]]
 """The cases of each group, as (value of the option, number of the case), in ascending order."""
 
-_HEIGHT = 1.6
+_CURVE_HEIGHT = 1.6
 """Height of the axes, in inches."""
 
 
@@ -64,7 +68,7 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     results = with_columns(results, figure, figure.y)
     cases = [case for points in groups.values() for _, case in points]
     series = list(_series(results, figure.y, groups))
-    control = control_of(results, cases, figure.y)
+    control = control_of(results, cases)
     scores = [score for one in series for score in one.scores]
     scale = Scale.of(figure.y, [control, *(v for score in scores for v in (score.mean, score.low, score.high))])
     picture, ax = canvas()
@@ -79,7 +83,7 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     ax.set_xlabel(_title(results.cases[cases[0]], option))
     ax.set_ylabel(axis_title(figure.y))
     said = notes(results, cases, f"Bands: {results.layout.interval * 100:g} % intervals of the mean.")
-    dress(picture, _HEIGHT, _handles(series, line), said)
+    dress(picture, _CURVE_HEIGHT, _handles(series, line), said)
     return picture
 
 
@@ -145,7 +149,7 @@ def _series(results: Results, metric: str, groups: Groups) -> Iterator[_Series]:
             scores = [score_of(results, case, role, metric) for _, case in points]
             if not all(math.isnan(score.mean) for score in scores):
                 color, marker = (role.color, role.marker) if len(groups) == 1 else (PALETTE[i], MARKERS[i])
-                external = [is_external(results, case, role) for _, case in points]
+                external = [is_external(results.row(case, role.kind)) for _, case in points]
                 yield _Series(role, group, color, marker, [x for x, _ in points], scores, external)
 
 
@@ -170,3 +174,85 @@ def _handles(series: Sequence[_Series], control: Sequence[Line2D]) -> list[Line2
     second = [*(Line2D([], [], **look(role, GREY, MARKERS[0])) for role in roles), *control]
     empty = [Line2D([], [], linestyle="none", label=" ") for _ in range(abs(len(first) - len(second)))]
     return [*first, *second, *empty] if len(first) > len(second) else [*first, *empty, *second]
+
+
+_Place = tuple[float, float]
+
+_TRADE_OFF_HEIGHT = 2.0
+"""Height of the axes, in inches."""
+
+
+def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure:
+    """Draw a metric of leakage against one of utility (`correct`, unless x names another): a labelled point per case.
+
+    A line joins the points of the paper's attack and of the worst case. Where no utility was measured, the published
+    one is shown, and the axis says so; cases that lack a figure are left out. If labels find no room beside their
+    points, numbers stand there, with a list beneath.
+
+    Raises:
+        PrivlabError: if x is no metric, no case has both figures, or even numbers find no room.
+    """
+    x, y = figure.x or "correct", figure.y
+    check_name("metric of a trade-off", x, KNOWN)
+    results = with_columns(results, figure, y, x)
+    utility = _whose(results, x)
+    points = {role: _points(results, (utility or role, x), (role, y)) for role in roles_of(results, y)}
+    cases = sorted({case for of_role in points.values() for case in of_role})
+    if not cases:
+        raise PrivlabError(f"The trade-off '{figure.name}' needs cases that have both {x} and {y}. Found none.")
+    control = control_of(results, cases)
+    every = [point for of_role in points.values() for point in of_role.values()]
+    scales = Scale.of(x, (p[0] for p in every)), Scale.of(y, [control, *(p[1] for p in every)])
+    picture, ax = canvas()
+    ax.grid()
+    joins = _draw_points(ax, points, scales)
+    handles = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
+    handles += control_line(ax, control, scales[1])
+    ax.margins(0.12)
+    if not scales[0].log:
+        ax.locator_params(axis="x", nbins=6)
+    scales[0].apply(ax, "x")
+    scales[1].apply(ax, "y")
+    ax.set_xlabel(axis_title(x, "as published" if utility is PUBLISHED else ""))
+    ax.set_ylabel(axis_title(y))
+    said = notes(results, cases, "Means over images.")
+    dress(picture, _TRADE_OFF_HEIGHT, handles, said, columns=3)
+    names = [names_of(results)[case] for case in cases]
+    if not place_labels(picture, ax, joins, names, near=True):
+        key = "; ".join(f"{n} {name}".replace(" ", "\N{NO-BREAK SPACE}") for n, name in enumerate(names, 1))
+        dress(picture, _TRADE_OFF_HEIGHT, handles, [f"{key}.", *said], columns=3)
+        numbers = [f"{n}" for n in range(1, len(names) + 1)]
+        if not any(place_labels(picture, ax, joins, numbers, over_lines=over) for over in (False, True)):
+            raise PrivlabError(f"The trade-off '{figure.name}' has {len(names)} cases: more than it has room to name.")
+    return picture
+
+
+def _whose(results: Results, x: str) -> Role | None:
+    """Return whose utility is shown: the measured one, or else the paper's; None where x is a metric of leakage."""
+    if KNOWN[x].arrow:
+        return None
+    cases = range(len(results.cases))
+    return PUBLISHED if all(math.isnan(score_of(results, i, MEASURED, x).mean) for i in cases) else MEASURED
+
+
+def _points(results: Results, x: tuple[Role, str], y: tuple[Role, str]) -> dict[int, _Place]:
+    """Return the places of the cases that have both figures."""
+    cases = range(len(results.cases))
+    found = {i: (score_of(results, i, *x).mean, score_of(results, i, *y).mean) for i in cases}
+    return {i: point for i, point in found.items() if not any(math.isnan(value) for value in point)}
+
+
+def _draw_points(
+    ax: Axes, points: Mapping[Role, Mapping[int, _Place]], scales: tuple[Scale, Scale]
+) -> list[NDArray[np.float64]]:
+    """Draw the points of all roles, joined within a case, and return the points of each case."""
+    places: dict[int, list[_Place]] = {}
+    for role, of_role in points.items():
+        for case, (x, y) in of_role.items():
+            places.setdefault(case, []).append((scales[0].at(x), scales[1].at(y)))
+        drawn = np.array([places[case][-1] for case in of_role]).reshape(-1, 2)
+        ax.plot(drawn[:, 0], drawn[:, 1], zorder=3, **{**look(role), "linestyle": "none"})
+    joins = [np.array(places[case]) for case in sorted(places)]
+    for join in joins:
+        ax.plot(join[:, 0], join[:, 1], color=GREY, linewidth=0.5, zorder=1.5, label="_join")
+    return joins
