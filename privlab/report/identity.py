@@ -19,7 +19,7 @@ from privlab.evaluation import CONTROL, Batch, Controls, Specification
 from privlab.images import ImageSource, NamedImage, Others, Preprocessing
 from privlab.metrics import Embedding, psnr
 from privlab.report.intervals import clopper_pearson
-from privlab.report.ranks import Ranks, class_agreement, low_pass, rank_of, ranks_by, squeeze_embedding
+from privlab.report.ranks import Ranks, class_agreement, cosines, low_pass, ranks_by, squeeze_embedding
 from privlab.report.released import Releases, unreleased
 from privlab.report.tables import CaseFacts, Results
 from privlab.stores import Place, pngs
@@ -165,7 +165,7 @@ def _identity(shown: _Shown, question: Question) -> list[Row]:
     for name, function in question.features.items():
         found = pool.once((name, shown.drawn), partial(_by_parts, function, shown.pictures))
         candidates = pool.once(name, partial(_by_parts, function, pool.stacked))
-        ranks = rank_of(found, candidates, own, people)
+        ranks = ranks_by(cosines(found, candidates), own, people)
         rows += _rates(shown.row | {"features": name}, ranks, question.among)
     return rows
 

@@ -35,19 +35,11 @@ class Ranks:
     tied: Int[Tensor, " b"]
     identities: int
 
-    @property
-    def rank(self) -> Float[Tensor, " b"]:
-        """Return the expected rank under ties that are broken at random: 1 + better + tied / 2, in [1, identities]."""
-        return 1 + self.better + self.tied.double() / 2
-
     def rank_1(self, n: int) -> Float[Tensor, " b"]:
         """Return the probability that the own identity is the nearest among n: itself and n − 1 random others.
 
         With N identities and p of them nearer, it is C(N − 1 − p, n − 1) / C(N − 1, n − 1), averaged over the places p
         that ties allow. It is 1/n where all are tied, and 0 or 1 for n = N without ties.
-
-        Args:
-            n: identities that the adversary chooses among, from 2 to all.
 
         Raises:
             PrivlabError: if n is out of range.
@@ -59,9 +51,6 @@ class Ranks:
 
         With N identities and p of them nearer, it is (N/n) (1 − C(N − 1 − p, n) / C(N, n)) / (p + 1), averaged over
         the places p that ties allow: the mean of 1/(1 + X) for X nearer ones, which is hypergeometric.
-
-        Args:
-            n: identities that the adversary chooses among, from 2 to all.
 
         Raises:
             PrivlabError: if n is out of range.
@@ -88,32 +77,10 @@ class Ranks:
         return (sums[better + tied + 1] - sums[better]) / (tied + 1)
 
 
-def rank_of(
-    reconstructions: Float[Tensor, "b d"],
-    candidates: Float[Tensor, "m e"],
-    own: Int[Tensor, " b"],
-    people: Int[Tensor, " m"] | None = None,
-) -> Ranks:
-    """Rank identities by the cosine of features: ⟨f(x), f(y)⟩ / (‖f(x)‖ ‖f(y)‖), 0 where a feature is zero.
-
-    Args:
-        reconstructions: the features of b reconstructions.
-        candidates: the features of m candidates.
-        own: the place of each reconstruction's private image among the candidates.
-        people: whom each candidate shows, as a number. An identity is then a person, as near as the nearest of the
-            person's candidates, and the private image itself is left out. None makes each candidate an identity.
-
-    Raises:
-        PrivlabError: if there are fewer than two identities, features of different sizes, or no other picture of a
-            private image's person.
-    """
-    if reconstructions.shape[1] != candidates.shape[1]:
-        raise PrivlabError(
-            "Reconstructions and candidates must have features of one size. "
-            f"Found {reconstructions.shape[1]} and {candidates.shape[1]}."
-        )
-    x, y = (F.normalize(features.double(), dim=1) for features in (reconstructions, candidates))
-    return ranks_by(x @ y.T, own, people)
+def cosines(x: Float[Tensor, "b d"], y: Float[Tensor, "m d"]) -> Float[Tensor, "b m"]:
+    """Return ⟨x, y⟩ / (‖x‖ ‖y‖) for the features of b reconstructions and m candidates, 0 where a feature is zero."""
+    x, y = (F.normalize(features.double(), dim=1) for features in (x, y))
+    return x @ y.T
 
 
 def ranks_by(
@@ -125,8 +92,9 @@ def ranks_by(
 
     Args:
         near: the similarity of each of b reconstructions or releases with each of m candidates.
-        own: as in `rank_of`.
-        people: as in `rank_of`.
+        own: the place of the private image of each among the candidates.
+        people: whom each candidate shows, as a number. An identity is then a person, as near as the nearest of the
+            person's candidates, and the private image itself is left out. None makes each candidate an identity.
 
     Raises:
         PrivlabError: if there are fewer than two identities, or no other picture of a private image's person.
