@@ -113,13 +113,10 @@ def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: M
 
 def _pair(old: pd.DataFrame, new: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
     """Return new − old for each cell and image that both runs have."""
-    both = old.merge(new, on=_KEY, suffixes=("_old", "_new")).sort_values(_KEY)
-    pairs = both[_KEY].assign(scored=True, failed=False)
-    for name in metrics:
-        was, now = both[f"{name}_old"].to_numpy(), both[f"{name}_new"].to_numpy()
-        with np.errstate(invalid="ignore"):
-            pairs[name] = np.where(was == now, 0.0, now - was)  # two infinite figures are the same
-    return pairs
+    was, now = (of.set_index(_KEY)[list(metrics)] for of in (old, new))
+    was, now = was.align(now, join="inner")
+    change = (now - was).where(now != was, 0.0)  # two infinite figures are the same
+    return change.sort_index().reset_index().assign(scored=True, failed=False)
 
 
 def _of_cell(

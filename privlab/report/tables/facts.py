@@ -91,11 +91,6 @@ class Facts:
         return found.loc[found.scored]
 
     @cached_property
-    def scored(self) -> pd.DataFrame:
-        """Return the scored images of attacks, without controls."""
-        return self.images.loc[~self.images.control.astype(bool)]
-
-    @cached_property
     def means(self) -> Mapping[int, Mapping[str, float]]:
         """Return the mean over the images of each attack and control that was scored, by case.
 

@@ -206,8 +206,8 @@ def _random_weights(facts: Facts) -> list[str]:
 
 def _few_images(facts: Facts) -> list[str]:
     """Count the different images on which attacks were scored; a case where no attack ran has a flag of its own."""
-    own = facts.scored.loc[facts.scored.image != ""]
-    counts = own.groupby("case").image.nunique().to_dict()
+    images = facts.images
+    counts = images.loc[~images.control.astype(bool) & (images.image != "")].groupby("case").image.nunique().to_dict()
     return facts.group({case: some(n, "image") for case, n in counts.items() if n < FEWEST_IMAGES})
 
 

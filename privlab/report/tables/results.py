@@ -131,7 +131,7 @@ def load_results(path: Path) -> Results:
 
 def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
     """Return the records that the experiment asked for last; others in the store are of earlier versions of it."""
-    experiment, lists = facts["experiment"], facts["image_lists"]
+    experiment = facts["experiment"]
     wanted = pd.DataFrame(
         [
             (case, cell, job["images"])
@@ -141,13 +141,10 @@ def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) 
         ],
         columns=["case", "cell", "images"],
     ).drop_duplicates()
+    pairs = [(name, image) for name, images in facts["image_lists"].items() for image in images]
+    listed = pd.DataFrame(pairs, columns=["images", "image_id"]).drop_duplicates()
     image = records.image_sha256.where(records.image_sha256.fillna("").ne(""), records.image)
-    own = records.assign(image_id=image).merge(wanted, on="cell", how="inner")
-    listed = {name: set(images) for name, images in lists.items()}
-    inside = pd.Series(False, index=own.index)
-    for name, images in listed.items():
-        inside |= (own.images == name) & own.image_id.isin(images)
-    own = own.loc[inside]
+    own = records.assign(image_id=image).merge(wanted, on="cell").merge(listed, on=["images", "image_id"])
     if (members := facts.get("members")) is not None:  # the last manifest decides, not that of the records
         said = [members[name].get(image) for name, image in zip(own.images, own.image_id, strict=True)]
         own = own.assign(member=pd.Series(said, own.index, dtype=object))

@@ -1,6 +1,7 @@
 """The leakage table: its rows, its columns and its notes as plain text, which writers put into a format."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -167,10 +168,9 @@ class Table:
 
     def behind(self, row: Row) -> str:
         """Return the attacks that reach the worst case most often, with their share of all images and columns."""
-        counts: dict[str, int] = {}
+        counts = Counter[str]()
         for name in self.layout.columns:
-            for attack, count in row.leakiest.get(name, {}).items():
-                counts[attack] = counts.get(attack, 0) + count
+            counts.update(row.leakiest.get(name, {}))
         scored = sum(row.scores[name].images for name in self.layout.columns if name in row.leakiest)
         order = sorted(counts, key=lambda attack: (-counts[attack], attack))
         if len(order) < 2:
