@@ -188,11 +188,7 @@ def _rates(row: Row, ranks: Ranks, among: Sequence[int]) -> list[Row]:
 
 
 def _by_release(results: Results, question: Question) -> list[Row]:
-    """Return the rows of all cases whose releases are compared with those of candidates; others are named in a warning.
-
-    Raises:
-        PrivlabError: if no case has such releases.
-    """
+    """Return the rows of all cases whose releases can be compared; the others are named in a warning."""
     rows: list[Row] = []
     left: dict[str, list[str]] = {}
     releases = Releases()
@@ -330,11 +326,7 @@ def _pool(candidates: ImageSource, preprocessing: Preprocessing) -> _Pool:
 
 
 def _pixels(place: Place, colours: int) -> Float[Tensor, "c h w"]:
-    """Return a picture that the run kept.
-
-    Raises:
-        PrivlabError: if its file is damaged.
-    """
+    """Return a picture that the run kept."""
     try:
         with Image.open(io.BytesIO(pngs([place])[0]), formats=["PNG"]) as picture:
             return pil_to_tensor(picture.convert("L" if colours == 1 else "RGB")).float() / 255

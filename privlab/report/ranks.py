@@ -150,7 +150,7 @@ def class_agreement(
     classifier: Callable[[Tensor], Tensor],
     reconstructions: Float[Tensor, "b c h w"],
     images: Float[Tensor, "_ _ _ _"],
-    size: tuple[int, int] | None = None,
+    size: tuple[int, int],
 ) -> Float[Tensor, " b"]:
     """Return 1 where a classifier gives a reconstruction the class that it gives the private image, and 0 elsewhere.
 
@@ -158,8 +158,7 @@ def class_agreement(
         classifier: images in [0, 1] ↦ logits; it says something only if it is another network than the attacked one.
         reconstructions: in [0, 1].
         images: the private images, in the same order and of the same size.
-        size: (h, w) of the classifier's input, to which both are resized by an antialiased bilinear filter; None feeds
-            them as they are.
+        size: (h, w) of the classifier's input, to which both are resized by an antialiased bilinear filter.
 
     Raises:
         PrivlabError: if the shapes differ.
@@ -171,7 +170,7 @@ def class_agreement(
         )
     with torch.no_grad():
         fed = (
-            x if size in (None, tuple(x.shape[2:])) else F.interpolate(x, size, mode="bilinear", antialias=True)
+            x if size == tuple(x.shape[2:]) else F.interpolate(x, size, mode="bilinear", antialias=True)
             for x in (reconstructions, images)
         )
         found, expected = (classifier(x).argmax(1) for x in fed)

@@ -14,7 +14,7 @@ from privlab.evaluation.client_updates import observe_clients, share_out
 from privlab.images import NamedImage
 from privlab.release import observe, released_parameters
 from privlab.threat import Feed, Stack
-from privlab.victims import Victim, VictimModel
+from privlab.victims import Victim
 
 Gradients = Mapping[str, Tensor]
 
@@ -95,7 +95,8 @@ class Releases:
         parts = candidates.split(_AT_A_TIME)
         for n, part in enumerate(parts):
             x = part.to(base.model.mean)
-            labels = _predicted(base.model, x)
+            with torch.no_grad(), full_precision():
+                labels = base.model(x).argmax(1)
             named = [NamedImage(f"{n}/{i}", f"{n}/{i}", None) for i in range(len(x))]
             of = _released(spec, base, Batch(named, x, labels, ""), Stack(()))
             if len(candidates) * sum(g[0].nbytes for g in of.values()) <= _MOST_KEPT:
@@ -118,11 +119,6 @@ def _released(spec: Specification, base: Victim, batch: Batch, stack: Stack) -> 
         feed = stack.feed(batch.images, model.patch, batch.draws(spec.seed, "defense", spec.draw), 1, key)
         seen = observe(model, feed, batch.labels, released_parameters(model), stack.parts, draws)
     return seen.gradients
-
-
-def _predicted(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Int[Tensor, " b"]:
-    with torch.no_grad(), full_precision():
-        return model(images).argmax(1)
 
 
 def _cosines(x: Gradients, y: Gradients) -> Float[Tensor, "b k"]:

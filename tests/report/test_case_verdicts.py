@@ -349,7 +349,7 @@ def test_cases_without_scores_or_controls() -> None:
 )
 def test_a_word_follows_from_the_state_of_a_case(state: str, word: str, changed: dict[str, Any]) -> None:
     assert state_of(Evidence(**changed)) == (state, word)
-    assert state in [each.name for each in STATES]
+    assert state in [name for name, *_ in STATES]
     assert word in WORDS
 
 

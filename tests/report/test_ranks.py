@@ -118,7 +118,7 @@ def test_a_class_agrees_where_the_classifier_says_so() -> None:
         return x.mean((2, 3))
 
     shown = images[[0, 0, 2]]
-    assert class_agreement(reddest, shown, images).tolist() == [1, 0, 1]
+    assert class_agreement(reddest, shown, images, (4, 4)).tolist() == [1, 0, 1]
     assert class_agreement(reddest, shown, images, (8, 8)).tolist() == [1, 0, 1]
 
 
@@ -133,7 +133,7 @@ def test_a_class_agrees_where_the_classifier_says_so() -> None:
             r"a single picture",
         ),
         (
-            lambda: class_agreement(lambda x: x, torch.zeros(1, 3, 4, 4), torch.zeros(1, 3, 8, 8)),
+            lambda: class_agreement(lambda x: x, torch.zeros(1, 3, 4, 4), torch.zeros(1, 3, 8, 8), (4, 4)),
             r"one shape\. Found \(1, 3, 4, 4\) and \(1, 3, 8, 8\)",
         ),
     ],

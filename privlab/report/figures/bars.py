@@ -46,9 +46,6 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
     The figures stand beside the bars. The attack behind the worst case stands there too, unless it is the same in all
     cases.
-
-    Raises:
-        PrivlabError: if no case has a published figure of the metric, or nothing was measured.
     """
     y, cases = figure.y, range(len(results.cases))
     results = with_columns(results, figure, y)
@@ -139,11 +136,7 @@ class _Sample:
 
 
 def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Figure:
-    """Draw the scores of all images: a row per case and attack, with quartiles, median, range, and dots for images.
-
-    Raises:
-        PrivlabError: if the metric is one of utility, or nothing was measured.
-    """
+    """Draw the scores of all images: a row per case and attack, with quartiles, median, range, and dots for images."""
     check_leaks(figure)
     results = with_columns(results, figure, figure.y)
     samples = list(_samples(results, figure.y))

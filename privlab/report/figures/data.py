@@ -51,11 +51,7 @@ def control_of(results: Results, cases: Iterable[int]) -> float:
 
 
 def with_columns(results: Results, figure: Figure, *metrics: str) -> Results:
-    """Return the results with these metrics as the columns of their table.
-
-    Raises:
-        PrivlabError: if no case of the results has a figure for the first one.
-    """
+    """Return the results with these metrics as columns; some case must have a figure for the first one."""
     results, metric = results.laid_out(columns=metrics), metrics[0]
     roles = [*roles_of(results, metric), PUBLISHED]
     cases = range(len(results.cases))
@@ -65,11 +61,7 @@ def with_columns(results: Results, figure: Figure, *metrics: str) -> Results:
 
 
 def check_leaks(figure: Figure) -> None:
-    """Check that the figure's metric is one of leakage: utility has no worst case.
-
-    Raises:
-        PrivlabError: if it is a metric of utility.
-    """
+    """Check that the figure's metric is one of leakage: utility has no worst case."""
     if not KNOWN[figure.y].arrow:
         leaky = ", ".join(name for name, metric in KNOWN.items() if metric.arrow)
         raise PrivlabError(f"A {figure.kind} shows what leaks. Found y = {figure.y}. Choose from: {leaky}.")

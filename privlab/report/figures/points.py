@@ -29,7 +29,6 @@ from privlab.report.figures.style import (
     control_line,
     dress,
     look,
-    option_title,
 )
 from privlab.report.tables import CaseFacts, Results, Score
 
@@ -58,10 +57,6 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
     Bands are intervals of the mean; marks without a line are what the paper printed. Cases that differ in more than the
     option form groups; cases without the option are left out.
-
-    Raises:
-        PrivlabError: where the option is no number, two cases of a group share its value, there are more groups than
-            markers, or nothing was measured.
     """
     option = figure.x or ""
     groups = _groups(results, figure.name, option)
@@ -121,10 +116,21 @@ def _number(value: str | float | int | None) -> float | None:
     return number if math.isfinite(number) else None
 
 
+_OPTIONS = {
+    "gamma": "γ (share of patches shuffled)",
+    "std": "standard deviation of the noise",
+    "sigma": "σ of the blur (pixels)",
+    "radius": "radius kept (cycles per pixel)",
+    "share": "share of tokens shuffled",
+    "cut_layer": "ℓ (blocks that the client holds)",
+}
+
+
 def _title(case: CaseFacts, option: str) -> str:
     """Return the title of the x axis; for `set = "gaussian-noise.std=0.5"` it is that of std."""
     name, equals, _ = str(case.options[option]).rpartition("=")
-    return option_title(name.rpartition(".")[2] if equals else option)
+    option = name.rpartition(".")[2] if equals else option
+    return _OPTIONS.get(option, option.replace("_", " "))
 
 
 def _group_names(cases: Sequence[CaseFacts], xs: Sequence[float], option: str) -> list[str]:
@@ -188,9 +194,6 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
     A line joins the points of the paper's attack and of the worst case. Where no utility was measured, the published
     one is shown, and the axis says so; cases that lack a figure are left out. If labels find no room beside their
     points, numbers stand there, with a list beneath.
-
-    Raises:
-        PrivlabError: if x is no metric, no case has both figures, or even numbers find no room.
     """
     x, y = figure.x or "correct", figure.y
     check_name("metric of a trade-off", x, KNOWN)

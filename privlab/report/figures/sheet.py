@@ -46,9 +46,6 @@ def draw_sheet(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
     They are the images with the leakiest, the median and the least leaky worst case, among those whose image files were
     kept. Scores stand beneath, with the attack behind the worst case.
-
-    Raises:
-        PrivlabError: if the metric is one of utility, nothing was measured, or no images were kept or can be read.
     """
     check_leaks(figure)
     results = with_columns(results, figure, figure.y)

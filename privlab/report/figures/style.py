@@ -65,14 +65,6 @@ MEASURED = Role("worst", "measured here", "#0072B2", "#B7D7EA", "full", "-", "o"
 changes."""
 
 _UNITS = {"psnr": "dB", "psnr_affine": "dB", "correct": "%"}
-_OPTIONS = {
-    "gamma": "γ (share of patches shuffled)",
-    "std": "standard deviation of the noise",
-    "sigma": "σ of the blur (pixels)",
-    "radius": "radius kept (cycles per pixel)",
-    "share": "share of tokens shuffled",
-    "cut_layer": "ℓ (blocks that the client holds)",
-}
 _LEAKS = {"higher leaks": "{}   leakier →", "lower leaks": "{}   ← leakier", "utility": "{}   more useful →"}
 
 
@@ -84,11 +76,6 @@ def with_unit(metric: str) -> str:
 def axis_title(metric: str, beside: str = "") -> str:
     """Return a metric's name, its unit, and an arrow to where it leaks; it turns with the text of an upright axis."""
     return _LEAKS[KNOWN[metric].direction].format(with_unit(metric) + (f", {beside}" if beside else ""))
-
-
-def option_title(option: str) -> str:
-    """Return the title of an option's axis."""
-    return _OPTIONS.get(option, option.replace("_", " "))
 
 
 def canvas() -> tuple[Figure, Axes]:

@@ -174,28 +174,24 @@ def _is(n: int) -> str:
 def flags(results: Results) -> list[Flag]:
     """Return everything that weakens the verdict, under common headings; headings without an item are left out."""
     status = results.facts.get("status", "finished")
+    unscored = [
+        name
+        for case, name in enumerate(case_names(results))
+        if math.isnan(results.score(case, "worst", results.lead).mean)
+    ]
+    conditions = [line for line in conditions_that_differ(results) if not line.startswith("attack on ")]  # as refused
     found = [
         Flag("Not finished", [f"the run's status is {status}"] if status != "finished" else []),
         Flag("What was released", results.facts.get("flags") or []),
         Flag("The reference", [said] if (said := results.facts.get("reference")) else []),
         *red_flags(Facts.of(results)),
-        Flag("No score", _unscored_cases(results)),
-        Flag("Other conditions than the paper's", _conditions(results)),
+        Flag("No score", unscored),
+        Flag("Other conditions than the paper's", conditions),
         Flag("Refused", _refusals(results)),
         Flag("Measured elsewhere", _external(results)),
         Flag("Warnings of the run", [str(message) for message in results.facts.get("warnings") or ()]),
     ]
     return [flag for flag in found if flag.items]
-
-
-def _unscored_cases(results: Results) -> list[str]:
-    names = enumerate(case_names(results))
-    return [name for case, name in names if math.isnan(results.score(case, "worst", results.lead).mean)]
-
-
-def _conditions(results: Results) -> list[str]:
-    refused = "attack on "  # what was refused has a heading of its own
-    return [line for line in conditions_that_differ(results) if not line.startswith(refused)]
 
 
 def _refusals(results: Results) -> list[str]:

@@ -77,41 +77,32 @@ class Evidence:
     gap: str | None = None
 
 
-@dataclass(frozen=True)
-class State:
-    """A state of a case: its name, when it is there, and the word of its verdict.
-
-    "leaks" becomes "broken" where a defense is at work and there are at least `FEWEST_IMAGES` images.
-    """
-
-    name: str
-    applies: Callable[[Evidence], bool]
-    word: Word
-
-
-STATES = (
-    State("not run", lambda e: e.tried == 0, "no evidence"),
-    State("failed", lambda e: e.scored == 0, "no evidence"),
-    State("not a number", lambda e: e.images == 0, "no evidence"),
-    State("exact", lambda e: e.exact > 0, "leaks"),
-    State("certified", lambda e: e.certified > 0, "leaks"),
-    State("few images", lambda e: e.images < FEWEST_IMAGES, "no evidence"),
-    State("beyond the control", lambda e: e.beyond, "leaks"),
-    State("by a plug-in metric alone", lambda e: e.plugin, "no evidence"),
-    State("no control", lambda e: not e.measured, "no evidence"),
-    State("nothing defended", lambda e: not e.defended, "no evidence"),
-    State("not shown to hold", lambda e: e.gap is not None, "no evidence"),
-    State("holds", lambda e: True, "holds"),
+STATES: tuple[tuple[str, Callable[[Evidence], bool], Word], ...] = (
+    ("not run", lambda e: e.tried == 0, "no evidence"),
+    ("failed", lambda e: e.scored == 0, "no evidence"),
+    ("not a number", lambda e: e.images == 0, "no evidence"),
+    ("exact", lambda e: e.exact > 0, "leaks"),
+    ("certified", lambda e: e.certified > 0, "leaks"),
+    ("few images", lambda e: e.images < FEWEST_IMAGES, "no evidence"),
+    ("beyond the control", lambda e: e.beyond, "leaks"),
+    ("by a plug-in metric alone", lambda e: e.plugin, "no evidence"),
+    ("no control", lambda e: not e.measured, "no evidence"),
+    ("nothing defended", lambda e: not e.defended, "no evidence"),
+    ("not shown to hold", lambda e: e.gap is not None, "no evidence"),
+    ("holds", lambda e: True, "holds"),
 )
-"""The states of a case; the first one that applies is its own."""
+"""The states of a case: the name, when it applies, and the word of the verdict; the first one that applies is its own.
+
+"leaks" becomes "broken" where a defense is at work and there are at least `FEWEST_IMAGES` images.
+"""
 
 
 def state_of(evidence: Evidence) -> tuple[str, Word]:
     """Return the name of the state that a case is in, and the word of its verdict."""
-    state = next(state for state in STATES if state.applies(evidence))
-    if state.word == "leaks" and evidence.defended and evidence.images >= FEWEST_IMAGES:
-        return state.name, "broken"
-    return state.name, state.word
+    state, word = next((state, word) for state, applies, word in STATES if applies(evidence))
+    if word == "leaks" and evidence.defended and evidence.images >= FEWEST_IMAGES:
+        return state, "broken"
+    return state, word
 
 
 def certified(records: pd.DataFrame) -> pd.Series:
@@ -181,11 +172,12 @@ def _verdict(facts: Facts, case: int) -> CaseVerdict:
         gap, best, positive = _held(facts, case, builtin[0])
         state, word = state_of(replace(evidence, gap=gap))
     nearest = f"; the best is {best.attack} ({best})" if best else ""
+    failures = [*own.reason.dropna().value_counts().index, "no reason is recorded"]
     unmeasured = ", as no metric of leakage of privlab's own was measured"
     if any(name not in METRICS.added for name in facts.leaky):
         unmeasured = ""
     reasons = {
-        "failed": f"no attack was scored; {_first_reason(own)}",
+        "failed": f"no attack was scored; {failures[0].rstrip('.')}",
         "not a number": f"no attack has a score that is a number{unmeasured}",
         "few images": f"{some(evidence.images, 'image')}; {FEWEST_IMAGES} are needed{nearest}{_flat(images)}",
         "by a plug-in metric alone": "only a metric of another package shows a leak, by "
@@ -306,11 +298,6 @@ def _of_leak(
     if counts is exact:
         return by, f"{exact[by]} of {images} exactly"
     return by, f"{counts[by]} of {images} certified: training on the reconstruction gives the released update"
-
-
-def _first_reason(rows: pd.DataFrame) -> str:
-    reasons = rows.reindex(columns=["reason"]).reason.dropna().value_counts()
-    return str(reasons.index[0]).rstrip(".") if len(reasons) else "no reason is recorded"
 
 
 def _flat(images: pd.DataFrame) -> str:

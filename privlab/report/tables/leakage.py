@@ -222,7 +222,10 @@ def _rows(
         return Row(*of, **numbers, external=external or None, **more)
 
     if facts.published:
-        printed = {name: _published_score(name, facts.published) for name in (*layout.columns, *facts.published)}
+        printed = dict.fromkeys(layout.columns, NO_SCORE)
+        for name, value in facts.published.items():
+            in_per_cent = KNOWN[name].direction == "utility" and value > 1
+            printed[name] = Score(value / 100 if in_per_cent else value)
         yield row("published", None, Measured(printed))
     attacks = [key for key in cells if key[0] not in (WORST, SINGLE) and not key[0].startswith(CONTROL)]
     attacks.sort(key=lambda key: (key[0] != layout.paper_attack, key))
@@ -246,8 +249,3 @@ def _rows(
     controls = [key for key in cells if key[0].startswith(CONTROL)]
     for key in sorted(controls, key=lambda key: (CONTROLS.index(key[0]) if key[0] in CONTROLS else len(CONTROLS), key)):
         yield row("control", key[0], cells[key], key[1])
-
-
-def _published_score(name: str, printed: Mapping[str, float]) -> Score:
-    value = printed.get(name, float("nan"))
-    return Score(value / 100 if KNOWN[name].direction == "utility" and value > 1 else value)  # printed in per cent

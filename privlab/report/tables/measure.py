@@ -104,7 +104,8 @@ def measure(images: pd.DataFrame, attacks: Sequence[str], metric: str, level: fl
 
 def _by_attack(known: pd.DataFrame, column: str, metric: str) -> dict[str, Floats]:
     """Return a column by attack: for each image the leakiest of its values, in the order of the images' names."""
-    wide = known.groupby(["image", "attack"])[column].agg(_leakiest_of(sign_of(metric))).unstack()
+    leakiest = "max" if sign_of(metric) > 0 else "min"
+    wide = known.groupby(["image", "attack"])[column].agg(leakiest).unstack()
     return {str(name): np.asarray(wide[name], np.float64) for name in wide}
 
 
@@ -156,26 +157,21 @@ def _measure(
     )
 
 
-def _leakiest_of(sign: int) -> str:
-    return "max" if sign > 0 else "min"
-
-
-def structure(images: pd.DataFrame, attacks: Sequence[str], level: float = 0.95) -> dict[str, Measure]:
+def structure(images: pd.DataFrame, attacks: Sequence[str]) -> dict[str, Measure]:
     """Return the attacks that leak structure, each with the first metric of `STRUCTURE` that shows it.
 
-    An attack leaks structure where the whole interval of its gain over the leakiest control is above 0.
+    An attack leaks structure where the whole interval of its gain over the leakiest control is above 0. Of m metrics
+    and attacks tried, each interval has the level 1 − 0.05 / m (Bonferroni).
 
     Args:
         images: rows of `Scored.measured` of one case, with those metrics of `STRUCTURE` that were measured.
         attacks: the names of the attacks that are tried.
-        level: confidence level of all intervals together, in (0, 1); of m metrics and attacks tried, each interval has
-            the level 1 − (1 − level) / m (Bonferroni).
     """
     names = [name for name in STRUCTURE if name in images and images[name].notna().any()]
-    each = 1 - (1 - level) / max(len(names) * len(attacks), 1)
+    level = 1 - (1 - 0.95) / max(len(names) * len(attacks), 1)
     found: dict[str, Measure] = {}
     for name in names:
-        for attack, one in zip(attacks, measure(images, attacks, name, each), strict=True):
+        for attack, one in zip(attacks, measure(images, attacks, name, level), strict=True):
             if one is not None and one.beyond:
                 found.setdefault(attack, one)
     return found

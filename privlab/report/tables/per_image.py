@@ -192,10 +192,7 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Measured values by group.
-
-    `group` has the number of the group that starts at each of `starts`.
-    """
+    """Measured values by group; `group` has the number of the group that starts at each of `starts`."""
 
     values: Floats
     starts: Whole
@@ -204,8 +201,6 @@ class Segments:
     @classmethod
     def of(cls, values: Floats, group: Whole, *, ascending: bool = True) -> "Segments":
         """Return the values of each group, numbered from 0, as one segment; those not measured (NaN) are left out.
-
-        Values ascend within a group, or else keep the order of the rows.
 
         Args:
             values: one for each row of a table.

@@ -251,9 +251,6 @@ def _trained_by(client: Client) -> str:
 def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
     """Lay a table of `summarise` out for a terminal; the arrow shows the leaky direction of each metric.
 
-    Each metric is a mean ± the farther end of its interval, which stands below if it is `stacked`, for a narrow
-    terminal.
-
     Args:
         table: the rows of `summarise`.
         metrics: those that get a column, each mean ± the farther end of its interval.
