@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -251,12 +251,12 @@ def _label(case: CaseFacts) -> str:
     return f"{case.group or ''} {case.label}".strip()
 
 
-def _shown(results: Results, number: int, question: Question) -> list[_Shown]:
-    """Return what can be compared of a case: the pictures of each attack, and negative controls; none without any."""
+def _shown(results: Results, number: int, question: Question) -> Iterator[_Shown]:
+    """Yield what can be compared of a case: the pictures of each attack, and negative controls; nothing without any."""
     records = results.records
     ours = (records.case == number) & records.external.isna() & ~records.attack.str.startswith(CONTROL)
     shas = {
-        str(attack): [*dict.fromkeys(of.image_sha256)] for attack, of in records[ours].groupby("attack", sort=False)
+        str(attack): of.unique().tolist() for attack, of in records[ours].groupby("attack", sort=False).image_sha256
     }
     found = {
         attack: {sha: place for sha in those if sha and (place := results.picture(number, sha, attack))}
@@ -264,7 +264,7 @@ def _shown(results: Results, number: int, question: Question) -> list[_Shown]:
     }
     everyone = [*dict.fromkeys(chain.from_iterable(found.values()))]
     if not everyone:
-        return []
+        return
     job = results.facts["cases"][number]["jobs"][0]["specification"]
     base = _victim_of(job)
     if (colours := len(base.preprocessing.mean)) not in (1, 3):
@@ -286,14 +286,12 @@ def _shown(results: Results, number: int, question: Question) -> list[_Shown]:
     )
     of_case = partial(_Shown, _label(results.cases[number]), pool=pool, weights_sha256=base.weights.sha256)
     drawn = (base.name, base.model.patch, job["seed"], tuple(everyone))
-    shown = []
     for attack, those in found.items():
         if those:
             pictures = torch.stack([_pixels(place, colours) for place in those.values()])
-            shown.append(of_case(attack, [*those], pictures, len(shas[attack]), drawn=(attack, number)))
+            yield of_case(attack, [*those], pictures, len(shas[attack]), drawn=(attack, number))
     for name, pictures in controls.items():
-        shown.append(of_case(name, everyone, pictures, len(everyone), drawn=(name, *drawn)))
-    return shown
+        yield of_case(name, everyone, pictures, len(everyone), drawn=(name, *drawn))
 
 
 def _victim_of(job: Mapping[str, Any], device: torch.device | str = "cpu") -> Victim:

@@ -9,7 +9,7 @@ from .flags import flag_lines as flag_lines
 from .flags import red_flags as red_flags
 from .formats import FORMATS as FORMATS
 from .formats import render as render
-from .latex import to_tex as to_tex
+from .formats import to_tex as to_tex
 from .leakage import Row as Row
 from .leakage import Score as Score
 from .leakage import conditions_that_differ as conditions_that_differ
