@@ -1,6 +1,6 @@
 """What an attack leaks, compared with the leakiest control of the same images, with the interval of the difference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from privlab.grids import KNOWN
 from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
 from privlab.report.intervals import FEWEST_IMAGES, gain_interval
 from privlab.report.tables.leakage import Score
-from privlab.report.tables.per_image import Floats, sign_of
+from privlab.report.tables.per_image import sign_of
 from privlab.report.tables.table import figure_text, some, unit_of
 
 _MIRRORED = "the mirrored image"
@@ -96,48 +96,35 @@ def measure(images: pd.DataFrame, attacks: Sequence[str], metric: str, level: fl
             reached.
     """
     known = images.loc[images[metric].notna()]
-    scores = _by_attack(known, metric, metric)
+    scores, column = _by_image(known, metric, metric), MIRRORED.get(metric)
+    mirrored = scores.iloc[:, :0]
+    if column in known:
+        without = known.attack[known[column].isna()].unique()
+        mirrored = _by_image(known, column, metric).drop(columns=without)
     exact = exact_images(known)
-    mirrored = _mirrored(known, metric)
     return [_measure(attack, metric, level, scores, mirrored, len(exact.get(attack, ()))) for attack in attacks]
 
 
-def _by_attack(known: pd.DataFrame, column: str, metric: str) -> dict[str, Floats]:
-    """Return a column by attack: for each image the leakiest of its values, in the order of the images' names."""
+def _by_image(known: pd.DataFrame, column: str, metric: str) -> pd.DataFrame:
+    """Return a column with a row for each image and a column for each attack: the leakiest of several values."""
     leakiest = "max" if sign_of(metric) > 0 else "min"
-    wide = known.groupby(["image", "attack"])[column].agg(leakiest).unstack()
-    return {str(name): np.asarray(wide[name], np.float64) for name in wide}
-
-
-def _mirrored(known: pd.DataFrame, metric: str) -> dict[str, Floats]:
-    """Return the scores against the mirrored image of those attacks that have them for each of their images."""
-    column = MIRRORED.get(metric, "")
-    if column not in known:
-        return {}
-    without = set(known.attack[known[column].isna()])
-    return {name: scores for name, scores in _by_attack(known, column, metric).items() if name not in without}
+    return known.groupby(["image", "attack"])[column].agg(leakiest).unstack()
 
 
 def _measure(
-    attack: str,
-    metric: str,
-    level: float,
-    scores: Mapping[str, Floats],
-    mirrored: Mapping[str, Floats],
-    exact: int,
+    attack: str, metric: str, level: float, scores: pd.DataFrame, mirrored: pd.DataFrame, exact: int
 ) -> Measure | None:
-    """Return `measure` of an attack from the scores by attack and control, and those against the mirrored image."""
+    """Return `measure` of an attack from the scores by image, and those against the mirrored image."""
     if attack not in scores or (metric in MIRRORED and attack not in mirrored):
         return None
-    sign = sign_of(metric)
-    there = ~np.isnan(scores[attack])
-    values = scores[attack][there]
-    bars = {name: of[there] for name, of in scores.items() if name.startswith(CONTROL)}
-    if metric in MIRRORED:
-        bars[_MIRRORED] = mirrored[attack][there]
-    bars = {name: bar for name, bar in bars.items() if not np.isnan(bar).any()}
-    if not bars or [*bars] == [_MIRRORED]:
+    sign, own = sign_of(metric), scores[attack].dropna()
+    there = scores.loc[own.index, scores.columns.str.startswith(CONTROL)].dropna(axis="columns")
+    if there.empty:
         return None
+    values = own.to_numpy(np.float64, copy=True)
+    bars = {str(name): there[name].to_numpy(np.float64, copy=True) for name in there}
+    if metric in MIRRORED:
+        bars[_MIRRORED] = mirrored[attack][own.index].to_numpy(np.float64, copy=True)
     if metric in DECIBELS:
         values = np.minimum(values, EXACT_DB)
         bars = {name: np.minimum(bar, EXACT_DB) for name, bar in bars.items()}
