@@ -15,7 +15,7 @@ from privlab.base import PrivlabError
 from privlab.cli import common as shared
 from privlab.cli.names import FROM_ZERO, PATH, POSITIVE, STACK, VICTIM
 from privlab.cli.split.output import print_event, print_inference, print_training, say, show_event, training_bar
-from privlab.split.client import RETRY_SECONDS
+from privlab.split.client.defaults import RETRY_SECONDS
 
 if TYPE_CHECKING:
     from privlab.split import Client

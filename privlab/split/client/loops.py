@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError, Progress, full_precision
-from privlab.split.client import RETRY_SECONDS
 from privlab.split.client.client import Client, Lost, Patience, Remote, Traffic
 from privlab.split.client.data import Batches, Dataset
+from privlab.split.client.defaults import RETRY_SECONDS
 from privlab.split.client.learner import Learner
 from privlab.split.protocol.secret import batch_draws
 from privlab.victims import hash_of
