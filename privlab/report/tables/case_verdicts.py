@@ -99,7 +99,7 @@ STATES: tuple[tuple[str, Callable[[Evidence], bool], Word], ...] = (
 
 def state_of(evidence: Evidence) -> tuple[str, Word]:
     """Return the name of the state that a case is in, and the word of its verdict."""
-    state, word = next((state, word) for state, applies, word in STATES if applies(evidence))
+    state, _, word = next(one for one in STATES if one[1](evidence))
     if word == "leaks" and evidence.defended and evidence.images >= FEWEST_IMAGES:
         return state, "broken"
     return state, word

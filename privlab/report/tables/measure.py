@@ -96,7 +96,7 @@ def measure(images: pd.DataFrame, attacks: Sequence[str], metric: str, level: fl
             reached.
     """
     known = images.loc[images[metric].notna()]
-    scores, column = _by_image(known, metric, metric), MIRRORED.get(metric)
+    scores, column = _by_image(known, metric, metric), MIRRORED.get(metric, "")
     mirrored = scores.iloc[:, :0]
     if column in known:
         without = known.attack[known[column].isna()].unique()
