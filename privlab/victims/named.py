@@ -239,15 +239,42 @@ def _make_named(
         return replace(_own(plugins[name](), weights, seed, classes), name=name)
     architecture, variant = resolve(name)
     path = weights_file(name, architecture, weights, seed)
-    if path is not None:
-        trained = name if architecture in COMPACT else architecture
-        origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-        return _load_trained(name, architecture, variant, path, origin, img_size, start, seed, classes)
-    vit = _create(architecture, variant, img_size, seed=seed, classes=classes)
-    if variant == "_mjp":
+    if path is None:
+        vit = _create(architecture, variant, img_size, seed=seed, classes=classes)
+        if variant != "_mjp":
+            return _assemble(name, architecture, vit, "random")
         warn(f"{name}: E_unk is random too, UNTRAINED.", 4)
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
-    return _assemble(name, architecture, vit, "random")
+    trained = name if architecture in COMPACT else architecture
+    origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
+    state, unknown = stored.from_any_layout(stored.read_state(path))
+    own = _classes(state)
+    drawn = start or (own is None and classes is not None)
+    vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
+    _check_classes(name, vit, classes)
+    if own is None and classes is not None:
+        warn(_untrained_head(name, classes), 4)
+        state |= {f"head.{key}": value.detach() for key, value in vit.head.named_parameters()}
+    if start and vit.pos_embed is not None and "pos_embed" not in state:
+        warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.", 4)
+        state["pos_embed"] = vit.pos_embed.detach()
+    if variant == "_nope" and state.pop("pos_embed", None) is not None:
+        warn(f"{name}: the weights were trained with position embeddings, which are left out here.", 4)
+    if unknown is not None and variant != "_mjp":
+        raise PrivlabError(
+            f"The weights of {path.name} hold E_unk of MJP (unexpected: unk_embed), which {name} lacks. "
+            f"Use a `_mjp` victim, such as {name.removesuffix('_nope')}_mjp."
+        )
+    stored.fit(vit, state, path.name, resize=img_size is not None)
+    if unknown is not None and unknown.numel() != vit.embed_dim:
+        shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
+        raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
+    if unknown is not None:
+        return _assemble(name, architecture, vit, origin, unknown.float().reshape(1, 1, -1), "trained")
+    if variant != "_mjp":
+        return _assemble(name, architecture, vit, origin)
+    warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.", 4)
+    return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
 
 
 def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
@@ -290,48 +317,6 @@ def find_pretrained(name: str, architecture: str) -> Path:
     if path := shipped_file(name):
         return path
     raise stored.WeightsUnavailable(f"this package holds no trained weights of {name}; `privlab train` makes some.")
-
-
-def _load_trained(
-    name: str,
-    architecture: str,
-    variant: str,
-    path: Path,
-    origin: str,
-    img_size: int | None,
-    start: bool,
-    seed: int,
-    classes: int | None,
-) -> Victim:
-    """Return a victim with the weights of a file; with `start` these may lack PEs, with `classes` a head."""
-    state, unknown = stored.from_any_layout(stored.read_state(path))
-    own = _classes(state)
-    drawn = start or (own is None and classes is not None)
-    vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
-    _check_classes(name, vit, classes)
-    if own is None and classes is not None:
-        warn(_untrained_head(name, classes), 4)
-        state |= {f"head.{key}": value.detach() for key, value in vit.head.named_parameters()}
-    if start and vit.pos_embed is not None and "pos_embed" not in state:
-        warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.", 4)
-        state["pos_embed"] = vit.pos_embed.detach()
-    if variant == "_nope" and state.pop("pos_embed", None) is not None:
-        warn(f"{name}: the weights were trained with position embeddings, which are left out here.", 4)
-    if unknown is not None and variant != "_mjp":
-        raise PrivlabError(
-            f"The weights of {path.name} hold E_unk of MJP (unexpected: unk_embed), which {name} lacks. "
-            f"Use a `_mjp` victim, such as {name.removesuffix('_nope')}_mjp."
-        )
-    stored.fit(vit, state, path.name, resize=img_size is not None)
-    if unknown is not None and unknown.numel() != vit.embed_dim:
-        shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
-        raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
-    if unknown is not None:
-        return _assemble(name, architecture, vit, origin, unknown.float().reshape(1, 1, -1), "trained")
-    if variant != "_mjp":
-        return _assemble(name, architecture, vit, origin)
-    warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.", 4)
-    return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
 
 
 def resolve(name: str) -> tuple[str, str]:
