@@ -1,6 +1,6 @@
 """Images and labels of one's own, checked before a client trains on them: converted where one reading is possible."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,6 @@ def model_of(model: object) -> VictimModel:
     if not isinstance(model, VictimModel):
         raise PrivlabError(f"The model must be a victim. Found {type(model).__name__}: give privlab.victim(model).")
     return model
-
-
-def check_names(parameters: Iterable[str] | None) -> None:
-    """Check that names of parameters are not one string, which would be read letter by letter.
-
-    Raises:
-        PrivlabError: if they are.
-    """
-    if isinstance(parameters, str):
-        raise PrivlabError(f"parameters must be a list of names. Found '{parameters}': give ['{parameters}'].")
 
 
 def images_for(model: VictimModel, given: Images, what: str = "images") -> Float[Tensor, "b c h w"]:

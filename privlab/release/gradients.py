@@ -8,59 +8,18 @@ from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, first, full_precision
-from privlab.release.checked import Images, Labels, check_names, images_for, labels_for, model_of
+from privlab.release.checked import Images, Labels, images_for, labels_for, model_of
 from privlab.release.effects import AnyDefense, effects_of
 from privlab.threat import Capability, Feed, GradientDefense, Observation, defense_declarations
 from privlab.victims import (
     AprilBlock,
     Victim,
     VictimModel,
-    parameter_gradients,
+    check_names,
+    released_gradients,
     released_parameters,
     why_no_plain_block,
 )
-
-
-def released_gradients(
-    model: VictimModel,
-    feed: Feed,
-    labels: Int[Tensor, " n"] | Float[Tensor, "n y"],
-    parameters: Iterable[str],
-    images_per_release: int = 1,
-    *,
-    create_graph: bool = False,
-) -> dict[str, Float[Tensor, "r ..."]]:
-    """Return ∂ℓ/∂θ of each release for each named parameter θ, with ℓ the mean cross-entropy of its B images.
-
-    The n = r·B fed images are those of the releases in their order. A linear layer that reads a_n and whose output
-    receives δ_n gives ∂ℓ/∂W = Σ_n δ_n a_nᵀ, over the tokens of all B images. The embedding is the case a_n = x_n: with
-    g_n = ∂ℓ/∂z_n, ∂ℓ/∂W = Σ_n g_n x_nᵀ, ∂ℓ/∂E_pos[n] = g_n where slot n keeps its PE and 0 elsewhere, and ∂ℓ/∂E_unk = Σ
-    g_m over the other slots; of B images these add up.
-
-    Args:
-        model: the clients' model; it is left as it is.
-        feed: the n images in [0, 1] as the clients feed them, with their masked position embeddings.
-        labels: the class index of each image, or its targets: a probability of each class.
-        parameters: names out of `released_parameters(model)`; a name that comes twice counts once.
-        images_per_release: B, at least 1: the first B images are those of the first release.
-        create_graph: whether the result can be differentiated by the images; the model's attention must not be fused
-            then.
-
-    Raises:
-        PrivlabError: if a parameter is not there, or belongs to a layer with no such rule, or B does not divide n; if
-            the model has no classifier, or no parameter that requires a gradient.
-    """
-    check_names(parameters)
-    return parameter_gradients(
-        model,
-        feed.images,
-        labels,
-        parameters,
-        images_per_release,
-        masked_pe=feed.masked_pe,
-        replacement=feed.replacement,
-        create_graph=create_graph,
-    )
 
 
 def observe(

@@ -12,11 +12,10 @@ from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, full_precision, gradients_enabled, int8_step, to_int8
-from privlab.release.checked import check_names
 from privlab.release.effects import AnyDefense, effects_of
 from privlab.release.gradients import gradient_capabilities, released_names
 from privlab.threat import Capability, Client, ClientData, Defense, Observation, Stack, client_loss, private_targets
-from privlab.victims import VictimModel, adapted, bottlenecked, prompted
+from privlab.victims import VictimModel, adapted, bottlenecked, check_names, prompted
 
 Update: TypeAlias = Mapping[str, Float[Tensor, "..."]]
 """What local training moved, or a part of it, by timm's parameter name."""

@@ -12,7 +12,8 @@ from torch.func import functional_call
 
 from privlab.base import PrivlabError, first, full_precision, gradients_enabled, memory_ended, warn
 from privlab.victims.anatomy import changed_parts
-from privlab.victims.closed_form import parameter_gradients, released_parameters
+from privlab.victims.closed_form import released_gradients, released_parameters
+from privlab.victims.feed import Feed
 from privlab.victims.hugging_face import is_of_transformers, timm_names
 from privlab.victims.model import VictimModel
 
@@ -27,7 +28,7 @@ def check_gradients(own: nn.Module, model: VictimModel, head: nn.Module) -> None
     """Check that a victim releases the gradients of the caller's own model, hooks and replaced methods included.
 
     The mean cross-entropy of two random images is differentiated in three ways: by autograd through the caller's
-    model, by the closed forms of `parameter_gradients`, which read the inputs and outputs of layers, and, where a
+    model, by the closed forms of `released_gradients`, which read the inputs and outputs of layers, and, where a
     module was changed, by autograd through the victim, as local training does: a replaced `forward` may be a function
     that still runs the caller's model.
 
@@ -64,7 +65,8 @@ def check_gradients(own: nn.Module, model: VictimModel, head: nn.Module) -> None
             if not wanted:
                 return
             names = sorted(wanted.keys() & released_parameters(model))
-            ways = [{name: g[0] for name, g in parameter_gradients(model, images, labels, names, 2).items()}]
+            feed = Feed.undefended(images, model.patch)
+            ways = [{name: g[0] for name, g in released_gradients(model, feed, labels, names, 2).items()}]
             if changed_parts(model.vit):
                 through = _gradients(model, lambda made: F.cross_entropy(made, labels), asked)
                 ways.append({name.removeprefix("vit."): g for name, g in through.items()})
