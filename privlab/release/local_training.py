@@ -159,22 +159,16 @@ def replay(model: VictimModel, client: Client, images: Float[Tensor, "t c h w"],
     """
     own = copy.deepcopy(model).eval().requires_grad_(False)
     trained = {name: _parameter(own, name).requires_grad_(True) for name in trained_parameters(model, client)}
-    optimiser, after, parameters = _optimiser(list(trained.values()), client), own, list(trained.values())
+    after, parameters = own, list(trained.values())
     with full_precision():
-        for step, rate in enumerate(client.rates):
-            for group in optimiser.param_groups:
-                group["lr"] = rate
-            optimiser.zero_grad()
+        for step in _optimiser_steps(parameters, client):
             if step == len(images):
                 after = copy.deepcopy(own)
             if step < len(images):
                 client_loss(client, own(images[step, None]), labels[step, None].to(images.device)).backward()
-                if client.clip is not None:
-                    nn.utils.clip_grad_norm_(parameters, client.clip)
             else:
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
-            optimiser.step()
     update = {name: _parameter(model, name).detach() - end.detach() for name, end in trained.items()}
     return Replayed(after.requires_grad_(False), update)
 
@@ -355,31 +349,34 @@ def _train(
     model: VictimModel, parameters: list[Tensor], client: Client, data: ClientData, targets: Tensor, defense: Stack
 ) -> None:
     """Take the client's optimiser steps on its own copy of the model."""
-    optimiser = _optimiser(parameters, client)
     mixed, number = client.autocast != "float32", _FORMATS[client.autocast]
-    for rate, batches in zip(client.rates, _steps(client, data.draw), strict=True):
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        optimiser.zero_grad()
+    for _, batches in zip(_optimiser_steps(parameters, client), _steps(client, data.draw), strict=True):
         for rows in batches:
             # Autocast keeps its copies of the weights until the outermost context ends, which is that of all steps.
             with torch.autocast(model.mean.device.type, number, cache_enabled=False) if mixed else nullcontext():
                 feed = defense.feed(data.images[rows], model.patch, [data.draw] * len(rows), len(rows))
                 loss = client_loss(client, model(feed.images, feed.masked_pe, feed.replacement), targets[rows])
             (loss / len(batches)).backward()
+
+
+def _optimiser_steps(parameters: list[Tensor], client: Client) -> Iterator[int]:
+    """Yield the number of each optimiser step, and take it with the gradients that the caller then computes."""
+    optimiser: torch.optim.Optimizer
+    if client.optimiser == "sgd":
+        names = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
+        optimiser = torch.optim.SGD(parameters, **{name: getattr(client, name) for name in names})
+    else:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[client.optimiser]
+        betas = (client.beta1, client.beta2)
+        optimiser = kind(parameters, lr=client.lr, betas=betas, eps=client.eps, weight_decay=client.weight_decay)
+    for step, rate in enumerate(client.rates):
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        optimiser.zero_grad()
+        yield step
         if client.clip is not None:
             nn.utils.clip_grad_norm_(parameters, client.clip)
         optimiser.step()
-
-
-def _optimiser(parameters: list[Tensor], client: Client) -> torch.optim.Optimizer:
-    """Return torch's optimiser in a fresh state."""
-    if client.optimiser == "sgd":
-        names = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
-        return torch.optim.SGD(parameters, **{name: getattr(client, name) for name in names})
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[client.optimiser]
-    betas = (client.beta1, client.beta2)
-    return kind(parameters, lr=client.lr, betas=betas, eps=client.eps, weight_decay=client.weight_decay)
 
 
 def _steps(client: Client, draw: Generator) -> Iterator[list[Tensor]]:
