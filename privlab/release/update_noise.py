@@ -35,34 +35,6 @@ class Noise:
         return self.share > _LEAST_SHARE and not self.rounding
 
 
-@dataclass(frozen=True)
-class _Cancelled:
-    """A vector that is zero in what gradients move, as a signed sum of entries, and the same sum of θ_0's.
-
-    `power` is the mean over its entries of the sum of the squares of what is added up, `rounding` that of the variances
-    of rounding; `terms` are the entries that each sum has.
-    """
-
-    moved: Tensor
-    weights: Tensor
-    power: float
-    rounding: float
-    terms: int
-
-    @property
-    def noise(self) -> Noise | None:
-        """Return the noise of the entries; None where they are all zero.
-
-        Decay moves all weights in proportion to θ_0, so the sum's part along that of θ_0 is left out.
-        """
-        size = self.weights.square().sum()
-        along = self.moved @ self.weights / size if size > 0 else 0.0
-        variance = float((self.moved - along * self.weights).square().mean())
-        if self.power == 0:
-            return None
-        return Noise((variance / self.terms) ** 0.5, variance / self.power, variance <= _ROUNDING * self.rounding)
-
-
 def noise_of_update(seen: Observation) -> Noise | None:
     """Return the noise of a client's update, as sums that cancel in any training show it; None where there is none.
 
@@ -77,7 +49,7 @@ def noise_of_update(seen: Observation) -> Noise | None:
     layer and weights of two models do not, and then None is returned; so it is where the head alone shows it, as a loss
     other than cross-entropy does.
     """
-    found = sorted((each for sums in _sums(seen) if (each := sums.noise) is not None), key=lambda each: each.deviation)
+    found = sorted(_noises(seen), key=lambda each: each.deviation)
     if not found or all(name.startswith("head.") for name in seen.gradients):
         return None
     middle = found[len(found) // 2]
@@ -92,11 +64,25 @@ def noise_of_update(seen: Observation) -> Noise | None:
 
 def noise_of_head(seen: Observation) -> Noise | None:
     """Return the noise of the update of the head under cross-entropy and SGD; None where it does not show it."""
-    sums = next(_head(seen), None)
-    return None if sums is None else sums.noise
+    return next(_head(seen), None)
 
 
-def _sums(seen: Observation) -> Iterator[_Cancelled]:
+def _noise(moved: Tensor, weights: Tensor, power: float, rounding: float, terms: int) -> Iterator[Noise]:
+    """Yield the noise of a vector that is zero in what gradients move; none where it says nothing.
+
+    Its entries are signed sums of so many terms, and `weights` are the same sums of θ_0's: decay moves all weights in
+    proportion to θ_0, so the part along these is left out. `power` is the mean over the entries of the sum of the
+    squares of the terms, `rounding` that of the variances of rounding.
+    """
+    if power == 0:
+        return
+    size = weights.square().sum()
+    along = moved @ weights / size if size > 0 else 0.0
+    variance = float((moved - along * weights).square().mean())
+    yield Noise((variance / terms) ** 0.5, variance / power, variance <= _ROUNDING * rounding)
+
+
+def _noises(seen: Observation) -> Iterator[Noise]:
     client = seen.client
     assert client is not None
     if client.optimiser == "adam" and client.weight_decay:  # it divides the decay by the gradient
@@ -108,16 +94,16 @@ def _sums(seen: Observation) -> Iterator[_Cancelled]:
         yield from _head(seen)
 
 
-def _class_token(seen: Observation) -> Iterator[_Cancelled]:
+def _class_token(seen: Observation) -> Iterator[Noise]:
     model, names = seen.model, ("pos_embed", "cls_token")
     if not model.pe_of_every_token or not {*names} <= seen.gradients.keys():
         return
     (e, t), (θ_e, θ_t), (r_e, r_t) = ((own["pos_embed"][0, 0], own["cls_token"][0, 0]) for own in _of(seen, names))
     power, rounding = (float((x.square() + y.square()).mean()) for x, y in ((e, t), (r_e, r_t)))
-    yield _Cancelled(e - t, θ_e - θ_t, power, rounding, 2)
+    yield from _noise(e - t, θ_e - θ_t, power, rounding, 2)
 
 
-def _patches(seen: Observation) -> Iterator[_Cancelled]:
+def _patches(seen: Observation) -> Iterator[Noise]:
     model, names = seen.model, ("pos_embed", "patch_embed.proj.bias")
     plain = model.unk_embed is None and isinstance(getattr(model.vit.patch_embed, "norm", None), nn.Identity)
     if not plain or not {*names} <= seen.gradients.keys():
@@ -125,10 +111,10 @@ def _patches(seen: Observation) -> Iterator[_Cancelled]:
     count = model.vit.patch_embed.num_patches
     (e, b), (θ_e, θ_b), (r_e, r_b) = ((own[names[0]][0, -count:], own[names[1]]) for own in _of(seen, names))
     power, rounding = (float((x.square().sum(0) + y.square()).mean()) for x, y in ((e, b), (r_e, r_b)))
-    yield _Cancelled(e.sum(0) - b, θ_e.sum(0) - θ_b, power, rounding, count + 1)
+    yield from _noise(e.sum(0) - b, θ_e.sum(0) - θ_b, power, rounding, count + 1)
 
 
-def _keys(seen: Observation) -> Iterator[_Cancelled]:
+def _keys(seen: Observation) -> Iterator[Noise]:
     if not _keys_are_free(seen.model):
         return
     names = [name for name in seen.gradients if name.endswith(".attn.qkv.bias")]
@@ -136,7 +122,7 @@ def _keys(seen: Observation) -> Iterator[_Cancelled]:
         return
     u, θ, rounding = (torch.stack([own[name] for name in names]).unflatten(1, (3, -1)) for own in _of(seen, names))
     power, error = (float(x.square().mean()) for x in (u, rounding))
-    yield _Cancelled(u[:, 1].flatten(), θ[:, 1].flatten(), power, error, 1)
+    yield from _noise(u[:, 1].flatten(), θ[:, 1].flatten(), power, error, 1)
 
 
 def _keys_are_free(model: VictimModel) -> bool:
@@ -145,14 +131,14 @@ def _keys_are_free(model: VictimModel) -> bool:
     return all(isinstance(norm, nn.Identity) for norm in norms) and getattr(model.vit, "rope", None) is None
 
 
-def _head(seen: Observation) -> Iterator[_Cancelled]:
+def _head(seen: Observation) -> Iterator[Noise]:
     client, names = seen.client, ("head.weight",)
     assert client is not None
     if client.optimiser != "sgd" or client.loss != "cross-entropy" or names[0] not in seen.gradients:
         return
     W, θ, rounding = (own[names[0]] for own in _of(seen, names))
     power, error = (float(x.square().sum(0).mean()) for x in (W, rounding))
-    yield _Cancelled(W.sum(0), θ.sum(0), power, error, len(W))
+    yield from _noise(W.sum(0), θ.sum(0), power, error, len(W))
 
 
 def _of(seen: Observation, names: tuple[str, ...] | list[str]) -> tuple[dict[str, Tensor], ...]:
