@@ -370,9 +370,9 @@ def _build(
 
 def _fill(model: TimmClassifier, state: stored.State, name: str, source: str, *, resize: bool) -> UnknownOrigin | None:
     """Load weights in timm's, privlab's, Swin's authors' or the MJP authors' layout; return where E_unk comes from."""
-    state, unknown = stored.from_any_layout(state)
+    state = stored.from_any_layout(state)
     table, pe = state.pop("absolute_pos_embed.weight", None), state.pop("absolute_pos_embed", None)
-    pe = state.pop("pos_embed", pe)
+    pe, unknown = state.pop("pos_embed", pe), state.pop("unk_embed", None)
     if table is not None:  # N patches, and unknown (last)
         pe, unknown = table[None, :-1], table[None, -1:]
     if isinstance(model, SwinModel):

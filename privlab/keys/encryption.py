@@ -77,9 +77,9 @@ def read_model(path: Path) -> ModelFile:
     Raises:
         PrivlabError: if it cannot be read.
     """
-    state, unknown = from_any_layout(read_state(path))
+    state = from_any_layout(read_state(path))
     metadata = _metadata(path) if path.suffix == ".safetensors" else {"format": "pt"}
-    return ModelFile(path, state | ({} if unknown is None else {"unk_embed": unknown}), metadata, _seal(path, metadata))
+    return ModelFile(path, state, metadata, _seal(path, metadata))
 
 
 def is_file(model: str) -> bool:

@@ -188,5 +188,4 @@ def _hash(model: nn.Module) -> str:
     """Return the hash that a victim with these weights has."""
     from privlab.victims import from_any_layout, hash_of
 
-    state, unknown = from_any_layout({_WRAPPERS.sub("", key): value for key, value in model.state_dict().items()})
-    return hash_of(state if unknown is None else state | {"unk_embed": unknown.reshape(1, 1, -1)})
+    return hash_of(from_any_layout({_WRAPPERS.sub("", key): value for key, value in model.state_dict().items()}))

@@ -80,12 +80,9 @@ def read_gradient_file(path: Path) -> GradientFile:
     if foreign:
         raise PrivlabError(f"'{path}' must hold floating-point gradients. Found {first(foreign)}.")
     _warn_of_halves(path, tensors)
-    gradients, unknown = from_any_layout(dict(tensors))
-    if unknown is not None:
-        gradients["unk_embed"] = unknown.reshape(1, 1, -1)
     return GradientFile(
         path.name,
-        gradients,
+        from_any_layout(tensors),
         int(size),
         reduction,
         _names(path, metadata.get("without_gradient", "[]")),
@@ -169,9 +166,10 @@ def check_head(released: GradientFile) -> bool:
         return False
     stated = f"batch size {size} under reduction {released.reduction}"
     if positive > size * (1 + _ROUNDING_ERROR):
+        factor = size if released.reduction == "mean" else 1
         raise PrivlabError(
             f"{released.source} contradicts itself: with {stated}, the positive entries of {HEAD_BIAS} add up to at "
-            f"most {size / _factor(released):g}. Found {positive / _factor(released):.4g}: the reduction is another, "
+            f"most {size / factor:g}. Found {positive / factor:.4g}: the reduction is another, "
             "the batch larger, or the gradient scaled (unscale it first)."
         )
     room = size / len(h)
@@ -205,11 +203,6 @@ def observation(
     if "pos_embed" not in gradients:
         withheld |= {Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN}
     return Observation(model, gradients, gradient_capabilities(model, defense, B) - withheld, tuple(defense), B)
-
-
-def _factor(released: GradientFile) -> int:
-    """Return what makes the released gradient the sum over the batch."""
-    return released.batch_size if released.reduction == "mean" else 1
 
 
 def _content(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -58,7 +58,7 @@ def update_between(
     Warns:
         PrivlabWarning: for other integer tensors of the second one alone, which are left aside.
     """
-    old, new = (_timm_names(state) for state in (before, after))
+    old, new = (from_any_layout(state) for state in (before, after))
     short = [Path(name).name for name in names]
     for name, state in zip(names, (old, new), strict=True):
         if whole := [f"{k} of {state[k].dtype}" for k in weights if k in state and not state[k].is_floating_point()]:
@@ -128,9 +128,7 @@ def update_observation(
         raise PrivlabError(f"{released.source}: nothing that this model trains moved. Name the client's model.")
     client = _that_moved(released.source, model, client, held, moved, filtered=bool(defense))
     left = frozenset(held.keys() - set(trained_parameters(model, client)))
-    released = GradientFile(
-        released.source, {n: u for n, u in held.items() if n not in left}, released.batch_size, "mean", left
-    )
+    released = replace(released, gradients={n: u for n, u in held.items() if n not in left}, without=left)
     check_fit(released, model)
     gradients = {name: u.to(model.mean)[None] for name, u in released.gradients.items()}
     grants = update_capabilities(model, client, defense)
@@ -273,8 +271,3 @@ def _head(seen: Observation, client: Client) -> Float[Tensor, " y"]:
 
 def _floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-
-
-def _timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    state, unknown = from_any_layout(dict(state))
-    return dict(state) | ({} if unknown is None else {"unk_embed": unknown.reshape(1, 1, -1)})

@@ -247,8 +247,8 @@ def _make_named(
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
     trained = name if architecture in COMPACT else architecture
     origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-    state, unknown = stored.from_any_layout(stored.read_state(path))
-    own = _classes(state)
+    state = stored.from_any_layout(stored.read_state(path))
+    own, unknown = _classes(state), state.pop("unk_embed", None)
     drawn = start or (own is None and classes is not None)
     vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
     _check_classes(name, vit, classes)
@@ -270,7 +270,7 @@ def _make_named(
         shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
         raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
     if unknown is not None:
-        return _assemble(name, architecture, vit, origin, unknown.float().reshape(1, 1, -1), "trained")
+        return _assemble(name, architecture, vit, origin, unknown.float(), "trained")
     if variant != "_mjp":
         return _assemble(name, architecture, vit, origin)
     warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.", 4)

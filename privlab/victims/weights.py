@@ -92,8 +92,8 @@ def read_state(path: Path) -> State:
     return state
 
 
-def from_any_layout(state: State) -> tuple[State, Tensor | None]:
-    """Return a state in timm's layout, and E_unk (1 × 1 × D) if there is one.
+def from_any_layout(state: Mapping[str, Tensor]) -> State:
+    """Return a state in privlab's own layout: timm's names, and `unk_embed` for E_unk (1 × 1 × D) if there is one.
 
     Known layouts are timm's, privlab's own (timm's names and `unk_embed`), and the MJP authors', where
     `pos_embed.weight` has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`.
@@ -101,12 +101,13 @@ def from_any_layout(state: State) -> tuple[State, Tensor | None]:
     """
     named = {_bare(name): tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in named.items() if not name.startswith(("dlocr.", "dal."))}
-    unknown = state.pop("unk_embed", None)
     table = state.get("pos_embed.weight")
     if table is not None and table.ndim == 2:
         del state["pos_embed.weight"]
-        state["pos_embed"], unknown = table[None, :-1], table[None, -1:]
-    return state, unknown
+        state["pos_embed"], state["unk_embed"] = table[None, :-1], table[-1]
+    if (unknown := state.pop("unk_embed", None)) is not None:
+        state["unk_embed"] = unknown.reshape(1, 1, unknown.numel())
+    return state
 
 
 def _bare(name: str) -> str:
