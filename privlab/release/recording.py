@@ -86,7 +86,7 @@ class SessionRecorder:
 
     def __init__(self, recorder: Recorder, folder: Path) -> None:
         self._recorder, self._folder = recorder, folder
-        self._inferences = max((number for _, number, _ in _files(folder, "infer")), default=0)
+        self._inferences = max((number for number, _ in _files(folder, "infer")), default=0)
 
     def step(self, step: int, features: Float[Tensor, "b t d"], gradient: Float[Tensor, "b t d"] | None) -> None:
         """Write what a training step brought, as far as it came.
@@ -152,14 +152,14 @@ def read_recording(folder: Path, kind: Kind | None = None) -> Iterator[Recorded]
         batch
         for path, about in sessions.items()
         for each in (("step", "infer") if kind is None else (kind,))
-        for found, number, file in _files(Path(path), each)
-        if (batch := _batch(str(about["session"]), found, number, file)) is not None
+        for number, file in _files(Path(path), each)
+        if (batch := _batch(str(about["session"]), each, number, file)) is not None
     )
 
 
-def _files(folder: Path, kind: Kind) -> list[tuple[Kind, int, Path]]:
+def _files(folder: Path, kind: Kind) -> list[tuple[int, Path]]:
     names = [(path.stem.removeprefix(f"{kind}-"), path) for path in folder.glob(f"{kind}-*.safetensors")]
-    return sorted((kind, int(number), path) for number, path in names if number.isdecimal())
+    return sorted((int(number), path) for number, path in names if number.isdecimal())
 
 
 def _about(path: Path) -> dict[str, Any]:
