@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError
 from privlab.images import open_images
 from privlab.release import observe_updates, told_images, told_labels, undecayed
-from privlab.release.labels.head_images import Head, HeadSums, find_images, negative_classes
+from privlab.release.labels.head_images import Head, find_images, negative_classes
 from privlab.threat import Client, ClientData
 from privlab.victims import VictimModel, victim
 
@@ -66,12 +66,13 @@ def test_one_image_has_its_label_and_its_features_after_any_steps_of_sgd(
 @pytest.mark.parametrize("labels", [[4, 17, 20, 33, 39], [4, 4, 9, 30, 30]], ids=["distinct", "repeated"])
 def test_the_images_of_a_batch_have_their_features(labels: list[int], scale: float) -> None:
     head, f = head_of(40, 24, scale).double(), features(5, 24).double()
-    found = told_images(head, released(head, f, labels), 5)
+    gradients = released(head, f, labels)
+    found = told_images(head, gradients, 5)
     assert found.labels.tolist() == labels
     distance = torch.cdist(found.f, f)
     assert sorted(distance.argmin(1).tolist()) == list(range(5))
     assert distance.amin(1).max() < 1e-4
-    torch.testing.assert_close(found.r, Head.of(head)(found.f) - F.one_hot(found.labels, 40))
+    torch.testing.assert_close(found.r, Head.of(head, gradients, 5)(found.f) - F.one_hot(found.labels, 40))
 
 
 def test_more_than_32_images_are_told_together_and_a_hidden_label_by_what_they_leave() -> None:
@@ -94,9 +95,9 @@ def test_noise_leaves_no_certain_image() -> None:
         name: g + torch.randn(g.shape, generator=torch.Generator().manual_seed(5))
         for name, g in released(head, features(4, 24), labels).items()
     }
-    h, G = noisy["head.bias"].double() * 4, noisy["head.weight"].double() * 4
-    assert not negative_classes(HeadSums(h, G, 4)).any()
-    assert not len(find_images(Head.of(head), HeadSums(h, G, 4)).labels)
+    of_noise = Head.of(head, noisy, 4)
+    assert not negative_classes(of_noise).any()
+    assert not len(find_images(of_noise).labels)
 
 
 def test_a_gradient_of_zero_tells_no_image() -> None:

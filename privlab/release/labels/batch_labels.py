@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from privlab.release.labels.head_images import Head, HeadSums, beyond_chance, find_images, negative_classes
+from privlab.release.labels.head_images import Head, beyond_chance, find_images, negative_classes
 from privlab.release.labels.label_of_bias import certain_counts, labels_of, likely_labels, listed
 
 
@@ -58,19 +58,18 @@ def told_labels(head: nn.Module, gradients: Mapping[str, Tensor], batch_size: in
         return Told(tuple(likely_labels(h, batch_size)), ())
     if "head.weight" not in gradients or not isinstance(head, nn.Linear) or batch_size == 1:
         return Told(tuple(likely_labels(h, batch_size)), tuple(listed(counts)))
-    layer, G = Head.of(head), gradients["head.weight"].double() * batch_size
-    sums = HeadSums(h, G, batch_size)
-    signed = torch.maximum(counts, negative_classes(sums).long())
+    layer = Head.of(head, gradients, batch_size)
+    signed = torch.maximum(counts, negative_classes(layer).long())
     if int(signed.sum()) <= batch_size:
         counts = signed
-    found = find_images(layer, sums)
+    found = find_images(layer)
     of_images = torch.bincount(found.labels, minlength=len(h))
     if int(torch.maximum(counts, of_images).sum()) > batch_size:  # images contradict what is certain
         found, of_images = found.take(found.labels[:0]), torch.zeros_like(counts)
-    proven = found.labels[beyond_chance(found, sums)]
+    proven = found.labels[beyond_chance(found, layer)]
     certain = torch.maximum(counts, torch.bincount(proven, minlength=len(h)))
     missing = (counts - of_images).clamp(min=0)  # of classes that are certain, and have no image
-    rest = _estimate(layer, *found.left(h, G), missing, batch_size - len(found.labels))
+    rest = _estimate(layer, *layer.left(found), missing, batch_size - len(found.labels))
     return Told(tuple(listed(of_images + rest)), tuple(listed(certain)))
 
 

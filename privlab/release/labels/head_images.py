@@ -16,7 +16,6 @@ fᵢ is what the head reads of image i, and rᵢ = softmax(W fᵢ + b) − yᵢ.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,25 +51,21 @@ _STEPS, _MEMORY, _TRIED = 40, 6, 4
 missing label that are tried."""
 
 
-class HeadSums(NamedTuple):
-    """What B images whose losses are summed release of the head: h of its bias and G of its weight."""
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The head, logits = W f + b, and what B images whose losses are summed release of it: h of b and G of W."""
 
+    W: Float[Tensor, "y d"]
+    b: Float[Tensor, " y"]
     h: Float[Tensor, " y"]
     G: Float[Tensor, "y d"]
     batch_size: int
 
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    """The head: logits = W f + b."""
-
-    W: Float[Tensor, "y d"]
-    b: Float[Tensor, " y"]
-
     @classmethod
-    def of(cls, head: nn.Linear) -> "Head":
-        """Return the head in float64."""
-        return cls(head.weight.detach().double(), head.bias.detach().double())
+    def of(cls, head: nn.Linear, gradients: Mapping[str, Tensor], batch_size: int) -> "Head":
+        """Return a head and the gradients of the mean loss of one release, by name, in float64."""
+        h, G = (gradients[name].double() * batch_size for name in ("head.bias", "head.weight"))
+        return cls(head.weight.detach().double(), head.bias.detach().double(), h, G, batch_size)
 
     def __call__(self, f: Float[Tensor, "s d"]) -> Float[Tensor, "s y"]:
         """Return the probabilities of the classes."""
@@ -80,6 +75,10 @@ class Head:
         """Return the images of these labels and features."""
         return HeadImages(labels, self(f) - F.one_hot(labels, len(self.b)).to(f), f)
 
+    def left(self, images: "HeadImages") -> tuple[Float[Tensor, " y"], Float[Tensor, "y d"]]:
+        """Return what images leave of h and G."""
+        return self.h - images.r.sum(0), self.G - images.r.T @ images.f
+
 
 @dataclass(frozen=True, eq=False)
 class HeadImages:
@@ -88,10 +87,6 @@ class HeadImages:
     labels: Int[Tensor, " m"]
     r: Float[Tensor, "m y"]
     f: Float[Tensor, "m d"]
-
-    def left(self, h: Float[Tensor, " y"], G: Float[Tensor, "y d"]) -> tuple[Float[Tensor, " y"], Float[Tensor, "y d"]]:
-        """Return what these images leave of h and G."""
-        return h - self.r.sum(0), G - self.r.T @ self.f
 
     def has(self, label: Tensor, f: Float[Tensor, " d"]) -> bool:
         """Return whether an image of this label and these features is among them."""
@@ -118,33 +113,34 @@ def told_images(head: nn.Linear, gradients: Mapping[str, Tensor], batch_size: in
     Raises:
         PrivlabError: if the gradient of the bias is zero.
     """
-    h, G = (gradients[name].double() * batch_size for name in ("head.bias", "head.weight"))
+    released = Head.of(head, gradients, batch_size)
+    h, G = released.h, released.G
     if not h.any():
         raise PrivlabError("The gradient of the head's bias is zero: it tells no image. Give the gradient of a step.")
     if batch_size == 1:
         return HeadImages(h.argmin()[None], h[None], (h @ G / h.square().sum())[None])
-    found = find_images(Head.of(head), HeadSums(h, G, batch_size))
+    found = find_images(released)
     return found.take(found.labels.argsort(stable=True))
 
 
-def find_images(head: Head, sums: HeadSums) -> HeadImages:
+def find_images(head: Head) -> HeadImages:
     """Return the images that are found, all or some of B ≥ 2: they explain G, but others might (`beyond_chance`)."""
-    (h, G, batch_size), (y, d) = sums, sums.G.shape
-    found = head.images(torch.zeros(0, dtype=torch.long, device=h.device), G.new_zeros(0, d))
-    if batch_size > _MOST_TOGETHER or 2 * batch_size > y - 2 or not G.isfinite().all():
+    batch_size, (y, d) = head.batch_size, head.G.shape
+    found = head.images(torch.zeros(0, dtype=torch.long, device=head.h.device), head.G.new_zeros(0, d))
+    if batch_size > _MOST_TOGETHER or 2 * batch_size > y - 2 or not head.G.isfinite().all():
         return found
     for spreads in ((), (0.0,), _SPREADS):
         if spreads and (batch_size > _MOST_IMAGES or batch_size > d):
             break
         if spreads:
-            found = _one_by_one(head, sums, found, spreads)
+            found = _one_by_one(head, found, spreads)
         for of_labels in (True, False):
-            if (every := _together(head, sums, found, of_labels=of_labels)) is not None:
+            if (every := _together(head, found, of_labels=of_labels)) is not None:
                 return every
     return found
 
 
-def beyond_chance(found: HeadImages, sums: HeadSums) -> Bool[Tensor, " m"]:
+def beyond_chance(found: HeadImages, head: Head) -> Bool[Tensor, " m"]:
     """Return for each image that was found whether no image of another label explains G as well by chance.
 
     An image adds r_c f to row c of G, and that is an equation. What is found may leave an error e of G, so a wrong
@@ -155,9 +151,9 @@ def beyond_chance(found: HeadImages, sums: HeadSums) -> Bool[Tensor, " m"]:
     equations, however well the image fits.
     """
     sizes = found.r.abs() * found.f.square().mean(1, keepdim=True).sqrt()
-    digits = (sizes / (_MOST_LEFT * _error(sums))).log10().clamp(min=0)
+    digits = (sizes / (_MOST_LEFT * _error(head))).log10().clamp(min=0)
     digits = digits.sort(dim=1, descending=True).values
-    batch_size, unproven = sums.batch_size, sums.batch_size + 1
+    batch_size, unproven = head.batch_size, head.batch_size + 1
     proven = torch.zeros_like(found.labels, dtype=torch.bool)
     while batch_size - int(proven.sum()) < unproven:
         unproven = batch_size - int(proven.sum())
@@ -165,9 +161,9 @@ def beyond_chance(found: HeadImages, sums: HeadSums) -> Bool[Tensor, " m"]:
     return proven
 
 
-def negative_classes(sums: HeadSums) -> Bool[Tensor, " y"]:
+def negative_classes(head: Head) -> Bool[Tensor, " y"]:
     """Return the classes whose entry of the bias is negative beyond its errors."""
-    h, G, _ = sums
+    h, G = head.h, head.G
     return h < -_DEVIATIONS * torch.maximum(_deviation(G), _deviation(h[:, None]))
 
 
@@ -176,53 +172,52 @@ def _deviation(G: Float[Tensor, "y d"]) -> Float[Tensor, ""]:
     return (G.sum(0).square().mean() / len(G)).sqrt()
 
 
-def _error(sums: HeadSums) -> Float[Tensor, ""]:
+def _error(head: Head) -> Float[Tensor, ""]:
     """Return the size of the error of an entry of G: as its sums over classes show, or the rounding of float64."""
-    h, G, batch_size = sums
-    rounding = torch.finfo(G.dtype).eps * (batch_size * G.square().mean()).sqrt()  # of the sum of so many images
+    h, G = head.h, head.G
+    rounding = torch.finfo(G.dtype).eps * (head.batch_size * G.square().mean()).sqrt()  # of the sum of so many images
     return torch.stack([_deviation(G), _deviation(h[:, None]), rounding]).amax()
 
 
-def _together(head: Head, sums: HeadSums, start: HeadImages, *, of_labels: bool) -> HeadImages | None:
+def _together(head: Head, start: HeadImages, *, of_labels: bool) -> HeadImages | None:
     """Return all images, from some that are found and the classes with h_c < 0; None if something of G is left."""
-    (h, G, batch_size), error = sums, _error(sums)
+    batch_size, error = head.batch_size, _error(head)
     least, enough = -_DEVIATIONS * error, _MOST_LEFT * error
 
     def size(found: HeadImages) -> float:
-        return float(found.left(h, G)[1].square().mean().sqrt() / enough)
+        return float(head.left(found)[1].square().mean().sqrt() / enough)
 
-    h_left, G_left = start.left(h, G)
-    signs = (h < least) & (h_left < least)
+    h_left, G_left = head.left(start)
+    signs = (head.h < least) & (h_left < least)
     signs[start.labels] = False
     more = signs.nonzero()[:, 0]
-    more = more[h[more].argsort()][: batch_size - len(start.labels)]
+    more = more[head.h[more].argsort()][: batch_size - len(start.labels)]
     found = start.plus(head.images(more, G_left[more] / h_left[more, None]))
     if not len(found.labels):
         return None
-    found = _settle(head, sums, found, of_labels=of_labels)
+    found = _settle(head, found, of_labels=of_labels)
     while len(found.labels) < batch_size:
-        h_left, G_left = found.left(h, G)
+        h_left, G_left = head.left(found)
         guesses = h_left.topk(_TRIED, largest=False).indices
         guesses = guesses[h_left[guesses] < least]
         tried = [head.images(c[None], (G_left[c] / h_left[c])[None]) for c in guesses]
         if not tried:
             return None
-        found = min((_settle(head, sums, found.plus(one), of_labels=of_labels) for one in tried), key=size)
+        found = min((_settle(head, found.plus(one), of_labels=of_labels) for one in tried), key=size)
     seen = found.r.gather(1, found.labels[:, None]) < least  # else the image adds nothing to G, and may be any
     return found if size(found) <= 1 and bool(seen.all()) else None
 
 
-def _settle(head: Head, sums: HeadSums, found: HeadImages, *, of_labels: bool) -> HeadImages:
+def _settle(head: Head, found: HeadImages, *, of_labels: bool) -> HeadImages:
     """Return the images where least squares and softmax, taken in turn, come to rest, by Anderson's acceleration.
 
     The equations are all rows, or those of the labels alone: each of the two comes to rest where the other may not.
 
     Source: Walker and Ni (SIAM Journal on Numerical Analysis, 2011), Anderson acceleration, Equation 2.1.
     """
-    h, G, _ = sums
-    Gh, f = torch.cat([G, h[:, None]], 1), found.f
+    Gh, f = torch.cat([head.G, head.h[:, None]], 1), found.f
     labels, best, least = found.labels, found.f, torch.inf
-    rows_read = labels if of_labels else torch.arange(len(h), device=h.device)
+    rows_read = labels if of_labels else torch.arange(len(Gh), device=Gh.device)
     points: list[Tensor] = []
     images: list[Tensor] = []
     for _ in range(_STEPS):
@@ -246,12 +241,12 @@ def _settle(head: Head, sums: HeadSums, found: HeadImages, *, of_labels: bool) -
     return head.images(labels, best)
 
 
-def _one_by_one(head: Head, sums: HeadSums, found: HeadImages, spreads: tuple[float, ...]) -> HeadImages:
+def _one_by_one(head: Head, found: HeadImages, spreads: tuple[float, ...]) -> HeadImages:
     """Return the images that are found, and more that starts so scattered lead to."""
-    (h, G, batch_size), draw, idle = sums, Generator().manual_seed(0), 0
-    space = _Space.of(G, batch_size, draw)
+    batch_size, draw, idle = head.batch_size, Generator().manual_seed(0), 0
+    space = _Space.of(head.G, batch_size, draw)
     while (missing := batch_size - len(found.labels)) and idle < (_IDLE_ROUNDS if spreads == _SPREADS else 1):
-        h_left, G_left = found.left(h, G)
+        h_left, G_left = head.left(found)
         classes = (h_left < -1e-6 * batch_size).nonzero()[:, 0]
         classes = classes[h_left[classes].argsort()[: 2 * missing]]
         if not len(classes):
@@ -259,7 +254,7 @@ def _one_by_one(head: Head, sums: HeadSums, found: HeadImages, spreads: tuple[fl
         tried, off = _solve(head, space, *_starts(classes, h_left, G_left, space, spreads, draw))
         idle += 1
         for i in off.argsort().tolist():
-            one = tried.take(torch.tensor([i], device=h.device))
+            one = tried.take(torch.tensor([i], device=off.device))
             new = not found.has(one.labels[0], one.f[0])
             if new and len(found.labels) < batch_size and space.holds(one.r[0], one.f[0], off[i]):
                 found, idle = found.plus(one), 0
