@@ -14,25 +14,9 @@ from privlab.release.effects import AnyDefense
 from privlab.release.gradient_file import GradientFile, check_fit
 from privlab.release.local_training import rounding_deviation, trained_parameters, undecayed, update_capabilities
 from privlab.threat import Client, Observation
-from privlab.victims import VictimModel, from_any_layout, read_state
+from privlab.victims import VictimModel, from_any_layout
 
 _FEW = 3  # the most parameters that are listed as those which did not move
-
-
-def read_update(before: Path, after: Path, images: int, weights: Collection[str]) -> GradientFile:
-    """Return θ_before − θ_after by timm's parameter name, the update with the sign of a gradient.
-
-    Args:
-        before: the server's weights, from which the client began: safetensors, or what torch saves.
-        after: the client's weights after its local training.
-        images: images of the client.
-        weights: timm's names of the weights of the client's model.
-
-    Raises:
-        PrivlabError: if a file cannot be read, or as in `update_between`.
-    """
-    old, new = (read_state(path) for path in (before, after))
-    return update_between(old, new, images, (str(before), str(after)), weights)
 
 
 def update_between(
@@ -42,10 +26,10 @@ def update_between(
     names: tuple[str, str],
     weights: Collection[str],
 ) -> GradientFile:
-    """Return θ_before − θ_after of two state dicts, as `read_update` does of two files.
+    """Return θ_before − θ_after by timm's parameter name, the update with the sign of a gradient.
 
     Args:
-        before: the server's weights, by the names of a layout that `from_any_layout` takes.
+        before: the weights from which the client began, by the names of a layout that `from_any_layout` takes.
         after: the client's weights after its local training.
         images: images of the client.
         names: what errors call the two, such as their paths.
@@ -107,7 +91,7 @@ def update_observation(
     parameter, it trains what was stated and what moved.
 
     Args:
-        released: what `read_update` returns.
+        released: what `update_between` returns.
         model: the client's model with the weights before.
         client: its public settings.
         defense: the filters that the client is known to use: the file holds what they released.

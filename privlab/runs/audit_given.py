@@ -28,7 +28,7 @@ from privlab.release import (
 )
 from privlab.release.explained import residual
 from privlab.release.labels.update_labels import UpdateLabels, labels_of_update
-from privlab.release.update_files import check_order, label_of_update, read_update, update_observation
+from privlab.release.update_files import check_order, label_of_update, update_between, update_observation
 from privlab.release.update_noise import Noise, noise_of_update
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
 from privlab.runs.audit_case import audited_victim
@@ -41,7 +41,7 @@ from privlab.runs.update_diagnosis import (
     why_unexplained,
 )
 from privlab.threat import Capability, Client, Observation
-from privlab.victims import Victim, own_layout
+from privlab.victims import Victim, own_layout, read_state
 
 GIVE_WEIGHTS = "Give the client's --weights, saved before the optimiser's step."
 
@@ -149,7 +149,7 @@ def _read_update(before: Path, after: Path, spec: Specification, device: torch.d
     client = spec.local_training
     assert client is not None
     weights = [name for name, tensor in own_layout(base.model).items() if tensor.is_floating_point()]
-    released = read_update(before, after, client.released_images, weights)
+    released = update_between(read_state(before), read_state(after), client.released_images, files, weights)
     filters = defense_of(spec, base, spec.settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
     if seen.client is not None and seen.client != client:  # a file of the model's own weights has no adapters
