@@ -31,9 +31,7 @@ from .labels.batch_labels import told_labels as told_labels
 from .labels.head_images import HeadImages as HeadImages
 from .labels.head_images import told_images as told_images
 from .labels.label_of_bias import certain_counts as certain_counts
-from .labels.label_of_bias import labels_of as labels_of
 from .labels.label_of_bias import labels_that_rise as labels_that_rise
-from .labels.label_of_bias import likely_labels as likely_labels
 from .local_training import Replayed as Replayed
 from .local_training import Update as Update
 from .local_training import as_gradients as as_gradients

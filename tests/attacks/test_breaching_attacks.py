@@ -23,12 +23,12 @@ from privlab.attacks.breaching.wrapper import Breaching, _shipped_config, contai
 from privlab.base import PrivlabError, configure, read_options
 from privlab.metrics import psnr
 from privlab.release import (
+    Told,
     certain_counts,
     gradient_capabilities,
-    labels_of,
-    likely_labels,
     observe,
     released_parameters,
+    told_labels,
 )
 from privlab.threat import Attack, Observation
 from privlab.victims import VictimModel, april_twin
@@ -368,11 +368,18 @@ def released(generator: torch.Generator, batch: int, classes: int, spread: float
     return (p - nn.functional.one_hot(y, classes)).sum(0), sorted(y.tolist())
 
 
+def told(h: Tensor, batch: int) -> Told:
+    """Return the labels that the gradient of the head's bias alone tells, from the sum over a batch."""
+    found = told_labels(nn.Identity(), {"head.bias": h.double() / max(batch, 1)}, batch)
+    assert found is not None
+    return found
+
+
 @given(logits, st.integers(2, 50), st.floats(0, 6))
 def test_one_label_is_always_told(generator: torch.Generator, classes: int, spread: float) -> None:
     h, labels = released(generator, 1, classes, spread)
     assume((h < 0).any())  # p = 1 − 1e-9 is rounded to 1, and nothing of the label is released
-    assert labels_of(h, 1) == labels == likely_labels(h, 1)
+    assert told(h, 1) == Told(tuple(labels), tuple(labels))
 
 
 @given(logits, st.integers(1, 12), st.integers(2, 30), st.floats(0, 4))
@@ -382,26 +389,25 @@ def test_counts_are_bounds_and_labels_are_right(
     h, labels = released(generator, batch, classes, spread)
     true = torch.bincount(torch.tensor(labels), minlength=classes)
     assert (certain_counts(h, batch) <= true).all()
-    assert labels_of(h, batch) in (labels, None)
-    likely = likely_labels(h, batch)
-    assert (len(likely), likely) == (batch, sorted(likely))
+    found = told(h, batch)
+    assert not found.all_certain or list(found.labels) == labels
+    assert (len(found.labels), list(found.labels)) == (batch, sorted(found.labels))
 
 
 @given(logits, st.integers(1, 40), st.integers(2, 30))
 def test_an_undecided_model_tells_all_labels(generator: torch.Generator, batch: int, classes: int) -> None:
     h, labels = released(generator, batch, classes, 0.0)
-    assert likely_labels(h, batch) == labels
-    assert labels_of(h, batch) in (labels, None)
+    found = told(h, batch)
+    assert list(found.labels) == labels
     if 2 * batch < classes:  # nearer to C, a label's entry, B/C − 1, may be the rounding of a coarser format
-        assert labels_of(h, batch) == labels
+        assert found.all_certain
 
 
 def test_labels_of_what_is_no_such_gradient() -> None:
-    assert labels_of(torch.zeros(4), 1) is None
-    assert labels_of(torch.tensor([-1.9, 0.9, 1.0]), 1) == [0]
-    assert labels_of(torch.tensor([-1.9, -1.9, 3.8]), 2) is None
-    assert likely_labels(torch.tensor([-1.9, -1.9, 3.8]), 2) == [0, 1]
-    for call in (certain_counts, labels_of, likely_labels):
+    assert told(torch.zeros(4), 1) == Told((0,), ())
+    assert told(torch.tensor([-1.9, 0.9, 1.0]), 1) == Told((0,), (0,))
+    assert told(torch.tensor([-1.9, -1.9, 3.8]), 2) == Told((0, 1), ())
+    for call in (certain_counts, told):
         with pytest.raises(PrivlabError, match=r"positive.*0"):
             call(torch.zeros(3), 0)
         with pytest.raises(PrivlabError, match="must be finite"):

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from privlab.release.labels.head_images import Head, beyond_chance, find_images, negative_classes
-from privlab.release.labels.label_of_bias import certain_counts, labels_of, likely_labels, listed
+from privlab.release.labels.label_of_bias import certain_counts
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ def told_labels(head: nn.Module, gradients: Mapping[str, Tensor], batch_size: in
         return None
     h = gradients["head.bias"].double() * batch_size
     counts = certain_counts(h, batch_size)
-    if (alone := labels_of(h, batch_size)) is not None:
-        return Told(tuple(alone), tuple(alone))
+    if batch_size == 1 and bool((h < 0).any()):  # its label alone has h_c = p_c − 1 < 0
+        counts = F.one_hot(h.argmin(), len(h))
+    if int(counts.sum()) == batch_size:
+        return Told(_listed(counts), _listed(counts))
     if int(counts.sum()) > batch_size:  # noise, or another loss: no batch of so many images has such a gradient
-        return Told(tuple(likely_labels(h, batch_size)), ())
+        return Told(_listed(_likely(h, counts, batch_size)), ())
     if "head.weight" not in gradients or not isinstance(head, nn.Linear) or batch_size == 1:
-        return Told(tuple(likely_labels(h, batch_size)), tuple(listed(counts)))
+        return Told(_listed(_likely(h, counts, batch_size)), _listed(counts))
     layer = Head.of(head, gradients, batch_size)
     signed = torch.maximum(counts, negative_classes(layer).long())
     if int(signed.sum()) <= batch_size:
@@ -70,7 +72,28 @@ def told_labels(head: nn.Module, gradients: Mapping[str, Tensor], batch_size: in
     certain = torch.maximum(counts, torch.bincount(proven, minlength=len(h)))
     missing = (counts - of_images).clamp(min=0)  # of classes that are certain, and have no image
     rest = _estimate(layer, *layer.left(found), missing, batch_size - len(found.labels))
-    return Told(tuple(listed(of_images + rest)), tuple(listed(certain)))
+    return Told(_listed(of_images + rest), _listed(certain))
+
+
+def _likely(h: Float[Tensor, " y"], certain: Int[Tensor, " y"], batch_size: int) -> Int[Tensor, " y"]:
+    """Return the counts of the classes of a batch, guessed from those that are certain by the bias alone.
+
+    Each image beyond these goes to the class whose n_c + h_c = Σᵢ pᵢc is then the least. That is exact for a model that
+    gives all classes the same probability, as an untrained one nearly does. Where the certain counts exceed the batch,
+    as noise makes them, counts of the classes with the largest n_c + h_c are dropped.
+    """
+    counts, explained = certain.clone(), certain + h
+    while (total := int(counts.sum())) != batch_size:
+        step = 1 if total < batch_size else -1
+        c = int(explained.argmin() if step > 0 else explained.masked_fill(counts == 0, -torch.inf).argmax())
+        counts[c] += step
+        explained[c] += step
+    return counts
+
+
+def _listed(counts: Int[Tensor, " y"]) -> tuple[int, ...]:
+    """Return each class as often as it counts, in ascending order."""
+    return tuple(torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist())
 
 
 def _estimate(

@@ -48,47 +48,6 @@ def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> 
     return torch.searchsorted(most, -h - _ROUNDING_ERROR * batch_size)  # B + 1 where no batch of B explains it
 
 
-def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int] | None:
-    """Return the labels of a batch in ascending order where the gradient determines them, otherwise None.
-
-    The gradient of one image determines its label: that class alone has h_c = p_c − 1 < 0. The gradient of several
-    determines their labels where the certain counts make up the batch.
-
-    Raises:
-        PrivlabError: as in `certain_counts`.
-    """
-    counts = certain_counts(head_bias_gradient, batch_size)
-    if batch_size == 1:
-        least = int(head_bias_gradient.argmin())
-        return [least] if head_bias_gradient[least] < 0 else None
-    return listed(counts) if int(counts.sum()) == batch_size else None
-
-
-def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int]:
-    """Return the labels of a batch in ascending order, guessed where the gradient does not determine them.
-
-    Each image beyond the certain counts goes to the class whose n_c + h_c = Σᵢ pᵢc is then the least. That is exact for
-    a model that gives all classes the same probability, as an untrained one nearly does. Where the certain counts
-    exceed the batch, as noise makes them, counts of the classes with the largest n_c + h_c are dropped.
-
-    Raises:
-        PrivlabError: as in `certain_counts`.
-    """
-    counts = certain_counts(head_bias_gradient, batch_size)
-    explained = counts + head_bias_gradient.double()
-    while (total := int(counts.sum())) != batch_size:
-        step = 1 if total < batch_size else -1
-        c = int(explained.argmin() if step > 0 else explained.masked_fill(counts == 0, -torch.inf).argmax())
-        counts[c] += step
-        explained[c] += step
-    return listed(counts)
-
-
-def listed(counts: Int[Tensor, " y"]) -> list[int]:
-    """Return each class as often as it counts, in ascending order."""
-    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist()
-
-
 @torch.no_grad()
 def labels_that_rise(model: VictimModel, update: Update, image: Float[Tensor, "1 c h w"], most: int) -> list[int]:
     """Return the classes whose logit of an image rises most along an update, the most first.
