@@ -63,7 +63,13 @@ class Head:
 
     @classmethod
     def of(cls, head: nn.Linear, gradients: Mapping[str, Tensor], batch_size: int) -> "Head":
-        """Return a head and the gradients of the mean loss of one release, by name, in float64."""
+        """Return a head and what is released of it, in float64.
+
+        Args:
+            head: the model's classifier, with the weights of that step.
+            gradients: those of the mean loss, by name: `head.weight` and `head.bias`.
+            batch_size: B.
+        """
         h, G = (gradients[name].double() * batch_size for name in ("head.bias", "head.weight"))
         return cls(head.weight.detach().double(), head.bias.detach().double(), h, G, batch_size)
 
