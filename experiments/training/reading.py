@@ -102,8 +102,7 @@ def _map(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UInt8
 def _key(source: ImageSource, size: tuple[int, int]) -> str:
     """Return the key of these images in a cache: a hash of the source, the size, and its files' sizes and dates."""
     digest = hashlib.sha256(repr((source.description, source.count, source.names, size)).encode())
-    files = [] if source.file is None or source.count is None else map(source.file, range(source.count))
-    for path in files if source.container is None else [source.container]:
+    for path in source.files or () if source.container is None else [source.container]:
         stat = path.stat()
         digest.update(f"{stat.st_size}-{stat.st_mtime_ns}/".encode())
     return digest.hexdigest()[:16]
@@ -142,9 +141,8 @@ def _prepare(
         for some in _groups(source, 512):
             yield from pool.map(fit, some)
         return
-    at = source.at
     for places in _groups(range(len(source)), 512):
-        yield from pool.map(lambda place: fit(at(place)), places)
+        yield from pool.map(lambda place: fit(*source.pick([place])), places)
 
 
 def _groups(things: Iterable[T], size: int) -> Iterator[list[T]]:

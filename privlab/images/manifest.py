@@ -220,7 +220,7 @@ def _choose_from_stream(source: ImageSource, entries: Sequence[Entry], path: Pat
                     waiting[as_text(image.name)] = image
             yield waiting.pop(entry.name)
 
-    return replace(source, count=len(entries), read=read, at=None, file=None, about=None)
+    return replace(source, count=len(entries), read=read, changes=())
 
 
 def _absence(source: ImageSource, entry: Entry, path: Path, names: str) -> PrivlabError:

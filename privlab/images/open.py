@@ -118,6 +118,7 @@ def _take(source: ImageSource, limit: int | None, every: int | None, offset: int
         count=None if source.count is None else len(range(source.count)[start:stop:step]),
         names=None if source.names is None else source.names[start:stop:step],
         read=lambda: _from(source, start, stop, step),
+        changes=(),
     )
 
 

@@ -51,9 +51,9 @@ class ImageSource:
         names: the name of each image, `count` of them; None where they are not known without reading.
         read: yields the images of a stream; None where `at` reads them.
         at: reads the image at a place in [0, count), where that takes no reading of the others.
-        file: returns the path of the image at a place, where images are whole files.
+        files: the path of each image, where images are whole files.
         container: path of the file that holds all images, where there is one.
-        about: returns what is known of the image at a place without reading it.
+        changes: what is applied to each image, in this order, after `read` or `at`.
     """
 
     description: str
@@ -62,54 +62,52 @@ class ImageSource:
     names: tuple[str, ...] | None = field(repr=False)
     read: Callable[[], Iterator[NamedImage]] | None = field(default=None, repr=False)
     at: Callable[[int], NamedImage] | None = field(default=None, repr=False)
-    file: Callable[[int], Path] | None = field(default=None, repr=False)
+    files: Sequence[Path] | None = field(default=None, repr=False)
     container: Path | None = field(default=None, repr=False)
-    about: Callable[[int], NamedImage] | None = field(default=None, repr=False)
+    changes: tuple[Callable[[NamedImage], NamedImage], ...] = field(default=(), repr=False)
 
     def choose(self, places: Sequence[int]) -> "ImageSource":
         """Return the source of the images at these places, in this order; a stream has no places, and is an error."""
-        at, file, about, names = self.at, self.file, self.about, self.names
+        at, files, names = self.at, self.files, self.names
         assert at is not None
         return replace(
             self,
             count=len(places),
             names=None if names is None else tuple(names[place] for place in places),
             at=lambda i: at(places[i]),
-            file=None if file is None else lambda i: file(places[i]),
-            about=None if about is None else lambda i: about(places[i]),
+            files=None if files is None else [files[place] for place in places],
         )
 
     def transform(self, change: Callable[[NamedImage], NamedImage]) -> "ImageSource":
         """Return the source with `change` applied to each image; it changes no name, pixels or hash."""
-        read, at, about = self.read, self.at, self.about
-        return replace(
-            self,
-            read=None if read is None else lambda: map(change, read()),
-            at=None if at is None else lambda place: change(at(place)),
-            about=None if about is None else lambda place: change(about(place)),
-        )
+        return replace(self, changes=(*self.changes, change))
+
+    def _changed(self, image: NamedImage) -> NamedImage:
+        for change in self.changes:
+            image = change(image)
+        return image
 
     def without_pixels(self) -> Iterator[NamedImage]:
         """Yield each image without its pixels; whole files are hashed without being decoded."""
-        if self.file is None or self.about is None or self.count is None:
+        if self.files is None or self.names is None:
             yield from (replace(image, pixels=None) for image in self)
             return
-        for place in range(self.count):
-            yield replace(self.about(place), sha256=_file_hash(self.file(place)))
+        for name, path in zip(self.names, self.files, strict=True):
+            yield replace(self._changed(NamedImage(name, "", None)), sha256=_file_hash(path))
 
     def pick(self, places: Sequence[int]) -> list[NamedImage]:
         """Return the images at these places, read one by one; of a stream, all up to the last are read."""
         if self.at is not None:
-            return [self.at(place) for place in places]
+            return [self._changed(self.at(place)) for place in places]
         wanted = set(places)
         found = {i: image for i, image in enumerate(islice(self, max(wanted, default=-1) + 1)) if i in wanted}
         return [found[place] for place in places]
 
     def __iter__(self) -> Iterator[NamedImage]:
         if self.read is not None:
-            return self.read()
+            return map(self._changed, self.read())
         assert self.at is not None
-        return map(self.at, range(len(self)))
+        return map(self._changed, map(self.at, range(len(self))))
 
     def __len__(self) -> int:
         if self.count is None:
@@ -193,15 +191,10 @@ def files(paths: Sequence[Path], how: Opening = Opening()) -> ImageSource:
 
 
 def _of_paths(description: str, paths: Sequence[Path], names: tuple[str, ...], bit_depth: int | None) -> ImageSource:
-    return ImageSource(
-        description,
-        len(paths),
-        None,
-        names,
-        at=lambda i: read_image(paths[i], name=names[i], bit_depth=bit_depth),
-        file=lambda i: paths[i],
-        about=lambda i: NamedImage(names[i], "", None),
-    )
+    def at(place: int) -> NamedImage:
+        return read_image(paths[place], name=names[place], bit_depth=bit_depth)
+
+    return ImageSource(description, len(paths), None, names, at=at, files=paths)
 
 
 def folder(root: Path, how: Opening) -> ImageSource:

@@ -101,7 +101,7 @@ def test_another_parquet_file_of_the_same_name_is_read_anew(tmp_path: Path, cach
 
 def test_a_stream_of_unknown_length_is_kept_too(folder: Path, cache: Path) -> None:
     source = open_images(folder)
-    stream = replace(source, count=None, read=lambda: iter(source), at=None, file=None)
+    stream = replace(source, count=None, read=lambda: iter(source), at=None, files=None)
     for _ in range(2):
         assert_same(read_examples(stream, SIDE, cache=cache), read_examples(source, SIDE))
 

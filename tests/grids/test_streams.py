@@ -24,7 +24,7 @@ def test_a_stream_is_read_once_to_plan_and_once_to_run(photos: Path, monkeypatch
             read.append(image.name)
             yield image
 
-    stream = replace(source, count=None, names=None, read=pictures, at=None, file=None, about=None)
+    stream = replace(source, count=None, names=None, read=pictures, at=None, files=None)
     monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda *_: stream)
     found = privlab.attack("vit_ti", images="hf:x", **OPTIONS).records
     assert read == [*source.names] * 2
