@@ -84,7 +84,7 @@ def shown_by_round(
     for name, M in without_decay(model, update, 1 - client.kept_share).items():
         before = model.vit.get_parameter(name).detach()
         moved[name] = matrix(name, M)
-        deviation = rounding_deviation(before, before - update[name], client, update[name])
+        deviation = rounding_deviation(before, update[name], client)
         rounded[name] = twice * matrix(name, deviation)
     full, most = client.rates[0], largest_step(client)
     for name, M in moved.items():

@@ -29,7 +29,7 @@ def rounding_of_embedding(
     """
     sent = update if sent is None else sent
     return {
-        name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client, sent[name])
+        name: rounding_deviation(model.vit.get_parameter(name).detach(), update[name], client, sent[name])
         for name in ("pos_embed", "patch_embed.proj.weight")
     }
 

@@ -344,8 +344,7 @@ def _is_rounding(seen: Observation, held: Mapping[str, Tensor], names: Sequence[
 def _deviation(seen: Observation, name: str) -> Float[Tensor, "..."]:
     """Return the deviation that rounding gives each entry of an update of a parameter."""
     assert seen.client is not None
-    before, u = seen.model.vit.get_parameter(name).detach(), seen.gradients[name][0]
-    return rounding_deviation(before, before - u, seen.client, u)
+    return rounding_deviation(seen.model.vit.get_parameter(name).detach(), seen.gradients[name][0], seen.client)
 
 
 def _rounding(seen: Observation, name: str) -> float:

@@ -303,7 +303,7 @@ def _rounded(x: Tensor, number: str) -> Tensor:
 
 
 def rounding_deviation(
-    before: Tensor, after: Tensor, client: Client, difference: Tensor | None = None
+    before: Tensor, update: Tensor, client: Client, sent: Tensor | None = None
 ) -> Float[Tensor, "..."]:
     """Return the standard deviation that rounding gives each entry of an update, in float64.
 
@@ -314,16 +314,17 @@ def rounding_deviation(
 
     Args:
         before: θ_0, in the number format in which the client stores its weights.
-        after: θ_T; the larger of the two magnitudes gives an entry's ulp.
+        update: −(θ_T − θ_0); the larger magnitude of θ_0 and θ_T gives an entry's ulp.
         client: the public settings.
-        difference: ±(θ_T − θ_0) as it was sent, of the whole parameter; None where it is that of the two.
+        sent: ±(θ_T − θ_0) as it was sent, where `update` is a part of it; None where it is all.
     """
+    after = before - update
     largest = torch.maximum(before.detach().abs(), after.detach().abs())
     variance = client.total_steps * _ulp(largest) ** 2 / 12
     if client.sent_as == "int8":
-        moved = after - before if difference is None else difference
-        sent = after if client.sends == "weights" else moved
-        variance = variance + int8_step(sent.detach().double()[None])[0] ** 2 / 12
+        moved = update if sent is None else sent
+        rounded = after if client.sends == "weights" else moved
+        variance = variance + int8_step(rounded.detach().double()[None])[0] ** 2 / 12
     elif client.sends == "weights":
         number = _FORMATS[client.sent_as]
         if torch.finfo(number).eps > torch.finfo(before.dtype).eps:

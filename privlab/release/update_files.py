@@ -200,7 +200,7 @@ def _low_rank(model: VictimModel, client: Client, update: Mapping[str, Tensor], 
     ]
     for name in adapted:
         before, u = parameters[name].detach().cpu(), update[name].cpu()
-        noise = rounding_deviation(before, before - u, client, u).square().mean().sqrt()
+        noise = rounding_deviation(before, u, client).square().mean().sqrt()
         # A random matrix of m × n entries of deviation σ has no singular value above σ (√m + √n), but by chance.
         floor = 2 * float(noise) * (u.shape[0] ** 0.5 + u.shape[1] ** 0.5)
         sizes = torch.linalg.svdvals(u.double())

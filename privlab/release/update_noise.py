@@ -146,8 +146,5 @@ def _of(seen: Observation, names: tuple[str, ...] | list[str]) -> tuple[dict[str
     assert seen.client is not None
     moved = {name: seen.gradients[name][0].double() for name in names}
     weights = {name: seen.model.vit.get_parameter(name).detach() for name in names}
-    rounding = {
-        name: rounding_deviation(weights[name], weights[name] - seen.gradients[name][0], seen.client, moved[name])
-        for name in names
-    }
+    rounding = {name: rounding_deviation(weights[name], seen.gradients[name][0], seen.client) for name in names}
     return moved, {name: θ.double() for name, θ in weights.items()}, rounding

@@ -184,7 +184,7 @@ class _Moves:
     def _of_parameter(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         u, θ = self.seen.gradients[name][0], weights_before(self.seen, name)
         # AdamW stores the decayed weight, and then the moved one.
-        rounded = (2**0.5 if self.client.optimiser == "adamw" else 1.0) * rounding_deviation(θ, θ - u, self.client, u)
+        rounded = (2**0.5 if self.client.optimiser == "adamw" else 1.0) * rounding_deviation(θ, u, self.client)
         halved = self.client.sent_as in ("bf16", "fp16")  # what int8 adds is in `rounded`
         relative = 8 * RTOL + (torch.finfo(torch.bfloat16).eps if halved else 0.0)
         return u.double(), θ.double(), _MARGIN * rounded + relative * u.double().abs()

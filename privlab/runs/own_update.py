@@ -252,6 +252,6 @@ def _limits(seen: Observation, client: Client) -> str | None:
     found += [f"{B} images in one update"] if B > 1 else []
     for name in (_PE, _PROJECTION):
         θ, u = seen.model.vit.get_parameter(name).detach(), seen.gradients[name][0]
-        if u.norm() < _LEAST_SIGNAL * rounding_deviation(θ, θ - u, client, u).norm():
+        if u.norm() < _LEAST_SIGNAL * rounding_deviation(θ, u, client).norm():
             found.append(f"{name} moved by little more than rounding")
     return " and ".join(filter(None, found)) or None

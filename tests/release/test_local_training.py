@@ -369,17 +369,17 @@ def test_int8_has_an_error_of_one_step_for_a_whole_parameter(sends: str) -> None
     sent = (exact / step).round() * step
     moved = sent - before if sends == "weights" else sent
     client = Client(sends=sends, sent_as="int8")
-    told = rounding_deviation(before, before + moved, client, moved)
+    told = rounding_deviation(before, -moved, client, moved)
     torch.testing.assert_close(told, torch.full_like(told, step / 12**0.5), rtol=1e-3, atol=0)
     assert ((sent - exact).double() / told).square().mean().sqrt() == pytest.approx(1, abs=0.03)
-    torch.testing.assert_close(rounding_deviation(before, before + moved, client), told, rtol=1e-3, atol=0)
+    torch.testing.assert_close(rounding_deviation(before, -moved, client), told, rtol=1e-3, atol=0)
     if sends == "difference":
-        torch.testing.assert_close(rounding_deviation(after, after + moved / 9, client, moved), told, rtol=1e-3, atol=0)
+        torch.testing.assert_close(rounding_deviation(after, -moved / 9, client, moved), told, rtol=1e-3, atol=0)
 
 
 def test_a_parameter_that_did_not_move_has_no_rounding_of_int8() -> None:
-    one = torch.ones(3)
-    assert torch.equal(rounding_deviation(one, one, Client(sent_as="int8")), rounding_deviation(one, one, Client()))
+    one, zero = torch.ones(3), torch.zeros(3)
+    assert torch.equal(rounding_deviation(one, zero, Client(sent_as="int8")), rounding_deviation(one, zero, Client()))
 
 
 def test_int8_rounds_as_the_defense_does_and_takes_no_other(model: VictimModel) -> None:
@@ -401,7 +401,7 @@ def test_rounding_is_as_large_as_is_said(sends: str, sent_as: str) -> None:
         step = torch.randn(40_000, generator=draw) * before.abs() * 1e-3
         after, exact = after - step, exact - step.double()
     sent = after.bfloat16().float() if sent_as == "bf16" else after
-    errors = (sent.double() - exact) / rounding_deviation(before, after, client)
+    errors = (sent.double() - exact) / rounding_deviation(before, before - after, client)
     assert errors.square().mean().sqrt() == pytest.approx(1, abs=0.03)
     for part in errors.chunk(4):  # whatever the size of the weights
         assert part.square().mean().sqrt() == pytest.approx(1, abs=0.05)
@@ -409,5 +409,5 @@ def test_rounding_is_as_large_as_is_said(sends: str, sent_as: str) -> None:
 
 def test_rounding_of_a_zero_weight_is_that_of_what_it_becomes() -> None:
     zero, one = torch.zeros(1), torch.ones(1)
-    assert rounding_deviation(zero, one, Client()).item() == pytest.approx(2**-23 / 12**0.5)
+    assert rounding_deviation(zero, -one, Client()).item() == pytest.approx(2**-23 / 12**0.5)
     assert rounding_deviation(zero, zero, Client()).item() < 1e-40

@@ -72,7 +72,7 @@ def labels_of_update(seen: Observation) -> UpdateLabels:
         return UpdateLabels(())
     classes = len(rises)
     noise = _noise(seen)
-    least = _ROUNDINGS * rounding_deviation(θ, θ - u, client, u)
+    least = _ROUNDINGS * rounding_deviation(θ, u, client)
     if noise is not None:
         least = least.clamp(min=NormalDist().inv_cdf(1 - _CHANCE / classes) * noise.deviation)
     risen = rises > least
