@@ -178,6 +178,13 @@ def as_text(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
+def file_hash(path: Path) -> str:
+    """Return the hash that an image has that is read from this file; "" if the file cannot be read."""
+    with suppress(PrivlabError):
+        return hashlib.sha256(_file_bytes(path)).hexdigest()
+    return ""
+
+
 def _file_bytes(path: Path) -> bytes:
     try:
         status = path.stat()

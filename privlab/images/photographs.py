@@ -6,7 +6,6 @@ of one file. Nothing may learn from a private image, so all crops of its file ar
 
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,11 +17,8 @@ from privlab.images.open import Preprocessing, open_images
 from privlab.images.sources import SAMPLES, sample_file
 from privlab.images.twins import Thumbnails, thumbnails, twins
 
-
-class _Crop(NamedTuple):
-    name: str
-    file: str
-    sha256: str
+_FILES = {f"samples/{name}": file for name, file, *_ in SAMPLES}
+"""The file of each bundled photograph, by its name."""
 
 
 def photographs(
@@ -48,9 +44,8 @@ def photographs(
 def kin(sha256: Iterable[str]) -> frozenset[str]:
     """Return these hashes, and those of the bundled photographs that are crops of the same files."""
     given = frozenset(sha256)
-    files = {crop.file for crop in _crops() if crop.sha256 in given}
-    files |= {_wholes()[key] for key in given & _wholes().keys()}
-    return given | {crop.sha256 for crop in _crops() if crop.file in files}
+    files = {file for key, file in _file_of().items() if key in given}
+    return given | {key for key, name in _crops().items() if _FILES[name] in files}
 
 
 def apart_from(
@@ -73,9 +68,9 @@ def apart_from(
     names, table = _table(preprocessing)
     for key, near in zip(sha256, twins(images, table).tolist(), strict=True):
         files = {file for file, is_near in zip(names, near, strict=True) if is_near}
-        own = kin([key])
-        files |= {crop.file for crop in _crops() if crop.sha256 in own}
-        left = tuple(crop.name for crop in _crops() if crop.file not in files)
+        if key in _file_of():
+            files.add(_file_of()[key])
+        left = tuple(name for name in _crops().values() if _FILES[name] not in files)
         found.append(left if files else None)
     return found
 
@@ -83,27 +78,27 @@ def apart_from(
 def common(left: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
     """Return the names that are left for all images of one gradient; None where all photographs are."""
     given = [set(names) for names in left if names is not None]
-    return tuple(crop.name for crop in _crops() if crop.name in set.intersection(*given)) if given else None
+    return tuple(name for name in _crops().values() if name in set.intersection(*given)) if given else None
 
 
 @cache
-def _crops() -> tuple[_Crop, ...]:
-    """Return the name, the file and the hash of every bundled photograph that can be read."""
-    files = {f"samples/{name}": file for name, file, *_ in SAMPLES}
-    return tuple(_Crop(each.name, files[each.name], each.sha256) for each in open_images("samples") if each.pixels)
+def _crops() -> dict[str, str]:
+    """Return the name of every bundled photograph that can be read, by its hash."""
+    return {each.sha256: each.name for each in open_images("samples") if each.pixels}
 
 
 @cache
-def _wholes() -> dict[str, str]:
-    """Return the files by the hash of their bytes."""
-    return {read_image(sample_file(file)).sha256: file for file in {crop.file for crop in _crops()}}
+def _file_of() -> dict[str, str]:
+    """Return the file of every crop and of every whole photograph, by its hash."""
+    crops = {key: _FILES[name] for key, name in _crops().items()}
+    return crops | {read_image(sample_file(file)).sha256: file for file in {*crops.values()}}
 
 
 @lru_cache(maxsize=2)
 def _table(preprocessing: Preprocessing) -> tuple[tuple[str, ...], Thumbnails]:
     """Return the file of each crop, and of each whole, with their thumbnails after a preprocessing."""
     crops = [image for image in open_images("samples") if image.pixels]
-    files = dict.fromkeys(crop.file for crop in _crops())
+    files = dict.fromkeys(_FILES[each.name] for each in crops)
     wholes = [read_image(sample_file(file)) for file in files]
     images = [preprocessing(each.pixels) for each in (*crops, *wholes) if each.pixels]
-    return (*(crop.file for crop in _crops()), *files), thumbnails(torch.stack(images))
+    return (*(_FILES[each.name] for each in crops), *files), thumbnails(torch.stack(images))

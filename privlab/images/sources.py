@@ -1,6 +1,5 @@
 """Sources of images, and those on this machine: the samples, a folder, files."""
 
-import hashlib
 import importlib.util
 import os
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import NoReturn
 from PIL import Image
 
 from privlab.base import PrivlabError, first, warn
-from privlab.images.decode import MAX_BYTES, NamedImage, image_from_pil, read_image
+from privlab.images.decode import NamedImage, file_hash, image_from_pil, read_image
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
 _OF_TOOLS = frozenset({"__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
@@ -93,7 +92,7 @@ class ImageSource:
             yield from (replace(image, pixels=None) for image in self)
             return
         for name, path in zip(self.names, self.files, strict=True):
-            yield replace(self._changed(NamedImage(name, "", None)), sha256=_file_hash(path))
+            yield replace(self._changed(NamedImage(name, "", None)), sha256=file_hash(path))
 
     def pick(self, places: Sequence[int]) -> list[NamedImage]:
         """Return the images at these places, read one by one; of a stream, all up to the last are read."""
@@ -129,14 +128,6 @@ class Opening:
     spread: bool = False
     bit_depth: int | None = None
     own_labels: bool = True
-
-
-def _file_hash(path: Path) -> str:
-    try:
-        fine = path.is_file() and path.stat().st_size <= MAX_BYTES  # a pipe would be read for ever
-        return hashlib.sha256(path.read_bytes()).hexdigest() if fine else ""
-    except OSError:
-        return ""
 
 
 def sample_file(name: str) -> Path:
