@@ -8,7 +8,7 @@ and predicts its slot.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,7 @@ class Shape:
         return 3, self.grid[0] * self.patch, self.grid[1] * self.patch
 
 
-@dataclass(frozen=True, eq=False)
-class OwnRelease:
+class OwnRelease(NamedTuple):
     """Features that an adversary made itself, and what it knows of them.
 
     `source` is that of `Sent`; `images` are the images before the defense; `fed` are the same images with each patch in

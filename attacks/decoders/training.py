@@ -4,9 +4,9 @@ The adversary knows the defense's algorithm and runs the client's embedding on i
 draws of its releases are its own, and new in every batch: whatever the decoder learns holds for keys that it never saw.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,14 @@ from privlab.attacks.decoders.store import identity_of, kept_decoder, seeded, wa
 from privlab.base import check_name, draw_for, full_precision
 from privlab.patches import permute
 from privlab.release import AnyDefense, send
-from privlab.threat import Draws, FeatureObservation, Stack
+from privlab.threat import Draws, FeatureObservation, Observation, Stack
 from privlab.training import Compute, Plan, train
 from privlab.victims import VictimModel, hash_of
 
 FORMAT = "privlab-decoder/1"
+
+Network = TypeVar("Network", bound=nn.Module)
+Pairs: TypeAlias = tuple[Float[Tensor, "r ..."], Float[Tensor, "r c h w"]]
 
 
 @dataclass(frozen=True)
@@ -116,24 +119,23 @@ class Inversion:
     def __len__(self) -> int:
         return len(self.seen.public)
 
-    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a new release of some public images: features, source, images and fed images (see `OwnRelease`)."""
+    def batch(self, rows: Tensor, draw: Generator) -> OwnRelease:
+        """Return a new release of some public images."""
         seen, public = self.seen, self.seen.public
         images = public[rows.to(public.device)].to(seen.model.mean)
         if self.spec.augment:
             images = mirrored_and_rolled(images, draw)
-        own = make_release(seen.model, seen.defense, images, draw, seen.cut_layer)
-        return own.features, own.source, own.images, own.fed
+        return make_release(seen.model, seen.defense, images, draw, seen.cut_layer)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tensor], draw: Generator) -> Tensor:
+    def loss(self, model: nn.Module, batch: OwnRelease, draw: Generator) -> Tensor:
         """Return the objective of the decoder on one release (`Decoder.objective`).
 
         Args:
             model: the decoder, or what Fabric wraps around it; it makes the forward pass.
-            batch: the parts of a `OwnRelease` in their order, as `batch` returns them.
+            batch: as `batch` returns it.
             draw: not used, because the objective is not random.
         """
-        return self.model.objective(model, OwnRelease(*batch))
+        return self.model.objective(model, batch)
 
     def _rows(self) -> Float[Tensor, "m d"]:
         """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
@@ -153,8 +155,7 @@ def train_decoder(seen: FeatureObservation, spec: DecoderSpec) -> Decoder:
         PrivlabError: whatever `privlab.training.train` raises.
     """
     recipe = Inversion(seen, spec)
-    with full_precision():
-        train(recipe, spec.plan, compute=Compute(device=str(seen.model.mean.device)))
+    _train(recipe, spec.plan)
     return recipe.model
 
 
@@ -184,33 +185,84 @@ def decoder_key(seen: FeatureObservation, spec: DecoderSpec) -> str:
     return identity_of(seen.model, seen.defense, FORMAT, repr(spec), hash_of({"public": seen.public}), *cut)
 
 
-Network = TypeVar("Network", bound=nn.Module)
+class PairTrained(Trained):
+    """An attack whose network is trained on pairs: what own releases of public images tell, and these images."""
+
+    releases: int
+    augment: bool
+
+    def own_pairs(
+        self, public: Float[Tensor, "m c h w"], at_a_time: int, draw: Generator, release: Callable[[Tensor], Pairs]
+    ) -> Pairs:
+        """Return what public images release, in turn until there are `releases` of them.
+
+        Args:
+            public: images of the adversary.
+            at_a_time: how many are released together.
+            draw: of the mirroring and rolling, once each image came as it is.
+            release: returns what the network reads of some images, and what it shall return.
+        """
+        found = []
+        for rows in torch.arange(self.releases).split(at_a_time):
+            images = public[(rows % len(public)).to(public.device)]
+            again = int(rows[0]) >= len(public)
+            found.append(release(mirrored_and_rolled(images, draw) if again and self.augment else images))
+        inputs, images = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return inputs, images
+
+    def network(
+        self,
+        seen: Observation | FeatureObservation,
+        kind: str,
+        parts: Sequence[str],
+        make: Callable[[], Network],
+        pairs: Callable[[Network], Pairs],
+    ) -> Network:
+        """Return the network of this victim, defense, public images and options: from the cache, or trained and cached.
+
+        Args:
+            seen: a release, of which the model, the defense and the public images count.
+            kind: the kind of network, with which the name of the file begins.
+            parts: name and version of this kind of network, and what else shapes it.
+            make: returns an untrained one.
+            pairs: returns all that it is trained on; it may fit the untrained network to that.
+
+        Warns:
+            PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
+        """
+        assert seen.public is not None  # the capability auxiliary_images says so
+        warn_of_few(seen.public)
+        key = identity_of(seen.model, seen.defense, *parts, hash_of({"public": seen.public}))
+
+        def made() -> Network:
+            return seeded(self.seed, make)
+
+        def trained() -> Network:
+            network = made().to(seen.model.mean.device)
+            _train(_PairTraining(network, *pairs(network), key), self.plan)
+            return network
+
+        return kept_decoder(kind, key, made, trained).to(seen.model.mean.device).eval()
 
 
-class PairTraining(Generic[Network]):
-    """The training recipe from inputs to images, by the mean squared error of the images.
+@dataclass(eq=False)
+class _PairTraining:
+    """The training recipe from inputs to images, in the same order, by the mean squared error of the images."""
 
-    Args:
-        model: what is trained.
-        inputs: what it reads.
-        images: what it shall return, in the same order.
-        identity: of all that shapes these.
-    """
-
-    def __init__(
-        self, model: Network, inputs: Float[Tensor, "r ..."], images: Float[Tensor, "r c h w"], identity: str
-    ) -> None:
-        self.model, self.inputs, self.images, self.identity = model, inputs, images, identity
+    model: nn.Module
+    inputs: Float[Tensor, "r ..."]
+    images: Float[Tensor, "r c h w"]
+    identity: str
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
+    def batch(self, rows: Tensor, draw: Generator) -> Pairs:
         """Return some inputs, and their images."""
         rows = rows.to(self.images.device)
         return self.inputs[rows], self.images[rows]
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:
+    def loss(self, model: nn.Module, batch: Pairs, draw: Generator) -> Tensor:
         """Return the mean squared error of the images of a batch.
 
         Args:
@@ -222,18 +274,8 @@ class PairTraining(Generic[Network]):
         return F.mse_loss(model(inputs), images)
 
 
-def own_images(
-    public: Float[Tensor, "m c h w"], count: int, at_a_time: int, augment: bool, draw: Generator
-) -> Iterator[Float[Tensor, "b c h w"]]:
-    """Yield public images in turn, until there are `count`.
-
-    Args:
-        public: images of the adversary.
-        count: how many there are in all.
-        at_a_time: how many come together.
-        augment: whether they are mirrored and rolled at random, once each came as it is.
-        draw: of the mirroring and rolling.
-    """
-    for rows in torch.arange(count).split(at_a_time):
-        images = public[(rows % len(public)).to(public.device)]
-        yield mirrored_and_rolled(images, draw) if augment and int(rows[0]) >= len(public) else images
+def _train(recipe: Inversion | _PairTraining, plan: Plan) -> None:
+    """Train in full precision, on the device of the model."""
+    device = next(recipe.model.parameters()).device
+    with full_precision():
+        train(recipe, plan, compute=Compute(device=str(device)))

@@ -11,22 +11,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from privlab.attacks.decoders.networks import silent
-from privlab.attacks.decoders.store import identity_of, kept_decoder, seeded, warn_of_few
-from privlab.attacks.decoders.training import PairTraining, Trained, make_release, own_images
+from privlab.attacks.decoders.training import Pairs, PairTrained, make_release
 from privlab.attacks.features.map_inversion import MapInversion
 from privlab.attacks.rows import effects
-from privlab.base import AtLeast1, check_options, check_range, draw_for, full_precision
+from privlab.base import AtLeast1, check_options, check_range, draw_for
 from privlab.release import effects_of
 from privlab.threat import Capability, FeatureAttack, FeatureObservation, Reconstruction
-from privlab.training import Compute, Plan, train
-from privlab.victims import hash_of
 
 STARTS = (MapInversion(), MapInversion(rounds=0))
 """What the network reads: the likeliest image, which it corrects, and the estimate of each patch by itself."""
 
 
 @dataclass(frozen=True)
-class MapUNet(Trained):
+class MapUNet(PairTrained):
     """Train f_φ on min E ‖x̂(z) + f_φ(x̂(z), x̂₀(z)) − x‖² over public images x and what the client sends of them, z.
 
     Idea: The best formulas for noise and for photographs leave errors, which look similar from image to
@@ -94,19 +91,19 @@ class MapUNet(Trained):
         """Reconstruct the images that the client embedded."""
         if effects(seen).noise_std == 0:
             return STARTS[0](seen)
-        unet = _correction_for(seen, STARTS, self.spec)
+        unet = _correction_for(seen, STARTS, self)
         with torch.no_grad():
             images = unet(_started(STARTS, seen)).clamp(0, 1)
         rows = STARTS[1](seen).rows  # both place them alike, and this one does no more
         return Reconstruction(images.to(seen.model.mean.dtype), rows)
 
-    @property
-    def spec(self) -> "CorrectionSpec":
-        """Return the U-Net and its training."""
-        return CorrectionSpec(self.width, self.releases, self.client_batch, self.augment, self.plan)
-
 
 FORMAT = "privlab-correction/1"
+SPEC = (
+    "CorrectionSpec(width={0.width}, releases={0.releases}, client_batch={0.client_batch}, augment={0.augment}, "
+    "plan={0.plan})"
+)
+"""What shapes the U-Net of the attack's options, as the names of stored ones have it."""
 
 PUBLIC_OF_STARTS = 64
 """Public images that the attacks to be corrected get for a prior of their own; more cost time in each release alone."""
@@ -115,25 +112,6 @@ IN_PLACE = 32
 """Images of an own release whose rows stay in place: there the size of the client's batch makes no difference."""
 
 SCALE = 4  # pixels in a pixel of the U-Net's coarsest scale
-
-
-@dataclass(frozen=True)
-class CorrectionSpec:
-    """How large the U-Net is, and how it is trained.
-
-    Args:
-        width: number of its channels at the images' own size.
-        releases: number of public images, counted with repetition, that are released for its training.
-        client_batch: number of images that are released together, where the defense moves rows.
-        augment: whether public images are mirrored and rolled at random, from their second release on.
-        plan: how it is trained.
-    """
-
-    width: int
-    releases: int
-    client_batch: int
-    augment: bool
-    plan: Plan
 
 
 class UNet(nn.Module):
@@ -190,39 +168,24 @@ def _started(starts: Sequence[FeatureAttack], seen: FeatureObservation) -> Float
     return torch.cat([Reconstruction.of(start(few)).images.float() for start in starts], 1)
 
 
-def _own_starts(
-    seen: FeatureObservation, starts: Sequence[FeatureAttack], spec: CorrectionSpec
-) -> tuple[Float[Tensor, "r s h w"], Float[Tensor, "r c h w"]]:
+def _own_starts(seen: FeatureObservation, starts: Sequence[FeatureAttack], attack: MapUNet) -> Pairs:
     """Return what attacks make of releases of public images, and the images; keys and draws are the adversary's own."""
-    draw = draw_for(spec.plan.seed, "", "own releases of features")
+    draw = draw_for(attack.seed, "", "own releases of features")
     kept = effects_of(seen.model, seen.defense).rows == "kept"
-    found: list[tuple[Tensor, Tensor]] = []
-    for images in own_images(seen.public, spec.releases, IN_PLACE if kept else spec.client_batch, spec.augment, draw):
+
+    def release(images: Tensor) -> Pairs:
         own = make_release(seen.model, seen.defense, images.to(seen.model.mean), draw, seen.cut_layer)
-        released = replace(seen, features=own.features.to(seen.features))
-        found.append((_started(starts, released), own.images))
-    inputs, images = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return inputs, images
+        return _started(starts, replace(seen, features=own.features.to(seen.features))), own.images
+
+    return attack.own_pairs(seen.public, IN_PLACE if kept else attack.client_batch, draw, release)
 
 
-def _correction_for(seen: FeatureObservation, starts: Sequence[FeatureAttack], spec: CorrectionSpec) -> UNet:
-    """Return the U-Net of this victim, defense, public images, attacks and spec: from the cache, or trained and cached.
-
-    Warns:
-        PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
-    """
-    warn_of_few(seen.public)
-    parts = (repr(spec), repr(tuple(starts)), f"cut layer {seen.cut_layer}", hash_of({"public": seen.public}))
-    key = identity_of(seen.model, seen.defense, FORMAT, *parts)
-
-    def made() -> UNet:
-        return seeded(spec.plan.seed, lambda: UNet(seen.model.image_shape[0], len(starts), spec.width))
-
-    def trained() -> UNet:
-        inputs, images = _own_starts(seen, starts, spec)
-        unet = made().to(inputs.device)
-        with full_precision():
-            train(PairTraining(unet, inputs, images, key), spec.plan, compute=Compute(device=str(inputs.device)))
-        return unet
-
-    return kept_decoder("unet", key, made, trained).to(seen.model.mean.device).eval()
+def _correction_for(seen: FeatureObservation, starts: Sequence[FeatureAttack], attack: MapUNet) -> UNet:
+    """Return the U-Net of this victim, defense, public images and attacks to be corrected."""
+    return attack.network(
+        seen,
+        "unet",
+        (FORMAT, SPEC.format(attack), repr(tuple(starts)), f"cut layer {seen.cut_layer}"),
+        lambda: UNet(seen.model.image_shape[0], len(starts), attack.width),
+        lambda _: _own_starts(seen, starts, attack),
+    )

@@ -9,18 +9,16 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import Shape, attention_blocks, pixel_map, slot_positions
-from privlab.attacks.decoders.store import identity_of, kept_decoder, seeded, warn_of_few
-from privlab.attacks.decoders.training import PairTraining, Trained, own_images
-from privlab.base import PrivlabError, check_range, draw_for, full_precision
+from privlab.attacks.decoders.training import Pairs, PairTrained
+from privlab.base import PrivlabError, check_range, draw_for
 from privlab.patches import unpatchify
 from privlab.release import observe
 from privlab.threat import Capability, Observation, Stack
-from privlab.training import Compute, Plan, train
-from privlab.victims import VictimModel, hash_of
+from privlab.victims import VictimModel
 
 
 @dataclass(frozen=True)
-class LearningToInvert(Trained):
+class LearningToInvert(PairTrained):
     """Train a decoder on pairs of a public image and what it releases under the defense; apply it to the release.
 
     Idea: The adversary takes the step of a client on images of its own, and applies the defense to the gradients with
@@ -99,40 +97,26 @@ class LearningToInvert(Trained):
         """
         if (channels := seen.model.image_shape[0]) != 3:
             raise PrivlabError(f"The decoder paints RGB images. Found a victim of {channels} channels.")
-        decoder = _decoder_for(seen, self.spec)
+        decoder = self.network(
+            seen,
+            "gradients",
+            (FORMAT, SPEC.format(self)),
+            lambda: GradientDecoder(Shape.of(seen.model), self.width, self.depth),
+            lambda decoder: decoder.fitted_to(*_own_releases(seen, self)),
+        )
         with torch.no_grad():
             images = decoder(_slots_of(seen.model, seen.gradients)).clamp(0, 1)
         return images.to(seen.model.mean.dtype)
-
-    @property
-    def spec(self) -> "GradientDecoderSpec":
-        """Return the decoder and its training."""
-        return GradientDecoderSpec(self.width, self.depth, self.releases, self.augment, self.plan)
 
 
 FORMAT = "privlab-gradient-decoder/1"
 READ = ("pos_embed", "patch_embed.proj.weight")  # the parameters whose gradients the decoder reads
 RIDGE = 0.3  # λ of the ridge solution that the decoder reads, where the mean square of an entry of A is one
+SPEC = (
+    "GradientDecoderSpec(width={0.width}, depth={0.depth}, releases={0.releases}, augment={0.augment}, plan={0.plan})"
+)
+"""What shapes the decoder of the attack's options, as the names of stored ones have it."""
 AT_A_TIME = 64  # public images that are released at a time
-
-
-@dataclass(frozen=True)
-class GradientDecoderSpec:
-    """How large the decoder is, and how it is trained.
-
-    Args:
-        width: width of its tokens; a multiple of 32.
-        depth: number of its blocks.
-        releases: number of releases of public images that it is trained on.
-        augment: whether public images are mirrored and rolled at random, from their second release on.
-        plan: how it is trained.
-    """
-
-    width: int
-    depth: int
-    releases: int
-    augment: bool
-    plan: Plan
 
 
 class GradientDecoder(nn.Module):
@@ -160,11 +144,12 @@ class GradientDecoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.outwards = pixel_map(shape, width)
 
-    def fit(self, slots: Float[Tensor, "b n f"]) -> None:
-        """Take the mean and the deviation from releases."""
-        found = slots.flatten(0, 1)
+    def fitted_to(self, slots: Float[Tensor, "r n f"], images: Float[Tensor, "r c h w"]) -> Pairs:
+        """Take the mean and the deviation from what slots read of the first releases, and return all of them."""
+        found = slots[:512].flatten(0, 1)
         self.mean.copy_(found.mean(0))
         self.deviation.copy_(found.std(0).clamp_min(1e-3))
+        return slots, images
 
     def forward(self, slots: Float[Tensor, "b n f"]) -> Float[Tensor, "b c h w"]:
         """Return images; grey is 0.5, and pixels may leave [0, 1]."""
@@ -191,19 +176,17 @@ def _slots_of(model: VictimModel, gradients: Mapping[str, Tensor]) -> Float[Tens
     return torch.cat([A, sums, torch.linalg.solve(gram, sums), logs], 2)
 
 
-def _own_releases(
-    seen: Observation, spec: GradientDecoderSpec
-) -> tuple[Float[Tensor, "r n f"], Float[Tensor, "r c h w"]]:
+def _own_releases(seen: Observation, attack: LearningToInvert) -> Pairs:
     """Return what slots read of clients of the adversary's own, one image each, and the images before the defense.
 
-    Each public image is released in turn until there are `spec.releases`, with new draws each time. Its label is the
-    class that the model predicts.
+    Each public image is released in turn until there are `releases`, with new draws each time. Its label is the class
+    that the model predicts.
     """
     model, public = seen.model, seen.public
     assert public is not None  # the capability auxiliary_images says so
-    stack, draw = Stack(tuple(seen.defense)), draw_for(spec.plan.seed, "", "own releases")
-    found: list[tuple[Tensor, Tensor]] = []
-    for own in own_images(public, spec.releases, AT_A_TIME, spec.augment, draw):
+    stack, draw = Stack(tuple(seen.defense)), draw_for(attack.seed, "", "own releases")
+
+    def release(own: Tensor) -> Pairs:
         images = own.to(model.mean)
         key, *seeds = torch.randint(2**62, (len(images) + 1,), generator=draw).tolist()
         draws = [Generator().manual_seed(seed) for seed in seeds]
@@ -211,30 +194,6 @@ def _own_releases(
         with torch.no_grad():
             labels = model(images).argmax(1)
         released = observe(model, feed, labels, READ, seen.defense, draws).gradients
-        found.append((_slots_of(model, released), images.float()))
-    slots, images = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return slots, images
+        return _slots_of(model, released), images.float()
 
-
-def _decoder_for(seen: Observation, spec: GradientDecoderSpec) -> GradientDecoder:
-    """Return the decoder of this victim, defense, public images and spec: from the cache, or trained and cached.
-
-    Warns:
-        PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
-    """
-    assert seen.public is not None  # the capability auxiliary_images says so
-    warn_of_few(seen.public)
-    model, key = seen.model, identity_of(seen.model, seen.defense, FORMAT, repr(spec), hash_of({"public": seen.public}))
-
-    def made() -> GradientDecoder:
-        return GradientDecoder(Shape.of(model), spec.width, spec.depth)
-
-    def trained() -> GradientDecoder:
-        slots, images = _own_releases(seen, spec)
-        decoder = seeded(spec.plan.seed, made).to(model.mean.device)
-        decoder.fit(slots[:512])
-        with full_precision():
-            train(PairTraining(decoder, slots, images, key), spec.plan, compute=Compute(device=str(model.mean.device)))
-        return decoder
-
-    return kept_decoder("gradients", key, made, trained).to(model.mean.device).eval()
+    return attack.own_pairs(public, AT_A_TIME, draw, release)

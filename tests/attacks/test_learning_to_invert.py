@@ -12,8 +12,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import LearningToInvert
-from privlab.attacks.decoders import Shape
-from privlab.attacks.published import learning_to_invert
+from privlab.attacks.decoders import Shape, training
 from privlab.attacks.published.learning_to_invert import READ, GradientDecoder, _own_releases, _slots_of
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import GradientNoise, GradientSign, Mjp
@@ -50,7 +49,7 @@ def test_own_releases_are_those_of_clients(tiny_model: Make, crops: Tensor) -> N
     """They are of the class that the model predicts; each image comes in turn."""
     model, public = tiny_model(), crops[:5].double()
     slots, images = _own_releases(
-        seen_of(model, public[:1], public, (GradientSign(),)), LearningToInvert(releases=64, augment=False).spec
+        seen_of(model, public[:1], public, (GradientSign(),)), LearningToInvert(releases=64, augment=False)
     )
     assert_close(images.double(), public[torch.arange(64) % 5], atol=1e-6, rtol=0)
     for i in (0, 3, 8):
@@ -66,7 +65,7 @@ def test_own_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -
     """New ones each time an image comes, the same ones for the same seed."""
     model, public = tiny_model(), crops[:2].double()
     noise = (GradientNoise(clip=1.0, multiplier=1.0),)
-    plans = [LearningToInvert(releases=64, augment=False, seed=seed).spec for seed in (0, 0, 1)]
+    plans = [LearningToInvert(releases=64, augment=False, seed=seed) for seed in (0, 0, 1)]
     (one, _), (again, _), (other, _) = (
         _own_releases(seen_of(model, public[:1], public, noise), plan) for plan in plans
     )
@@ -78,7 +77,7 @@ def test_own_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -
 def test_images_are_mirrored_and_rolled_from_their_second_release_on(tiny_model: Make, crops: Tensor) -> None:
     public = crops[:64].double()
     _, images = _own_releases(
-        seen_of(tiny_model(), public[:1], public, (GradientSign(),)), LearningToInvert(releases=128).spec
+        seen_of(tiny_model(), public[:1], public, (GradientSign(),)), LearningToInvert(releases=128)
     )
     assert_close(images[:64].double(), public, atol=1e-6, rtol=0)
     assert not torch.equal(images[64:], images[:64])
@@ -90,7 +89,7 @@ def test_defenses_on_images_act_before_the_step(tiny_model: Make, crops: Tensor)
     model, public = tiny_model(), crops[:8].double()
     slots, images = _own_releases(
         seen_of(model, public[:1], public, (Mjp(gamma=0.5), GradientSign())),
-        LearningToInvert(releases=64, augment=False).spec,
+        LearningToInvert(releases=64, augment=False),
     )
     assert ((slots[:, :, : model.vit.embed_dim] == 0).all(2).float().mean(1) > 0).all()
     assert_close(images[:8].double(), public, atol=1e-6, rtol=0)
@@ -116,9 +115,9 @@ def test_a_slot_reads_its_gradients_and_a_ridge_solution(tiny_model: Make, crops
 
 def untrained(model: VictimModel, crops: Tensor) -> tuple[GradientDecoder, Tensor]:
     """Return a new decoder, which takes mean and deviation from own releases, and what slots read of these."""
-    slots, _ = _own_releases(seen_of(model, crops[:1].double(), crops[:64].double()), SMALL.spec)
+    slots, _ = _own_releases(seen_of(model, crops[:1].double(), crops[:64].double()), SMALL)
     decoder = GradientDecoder(Shape.of(model), SMALL.width, SMALL.depth)
-    decoder.fit(slots[:512])
+    decoder.fitted_to(slots, slots)
     return decoder, slots
 
 
@@ -160,7 +159,7 @@ def test_a_decoder_is_trained_once(
     first = SMALL(seen)
     (path,) = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(learning_to_invert, "train", lambda *_, **__: pytest.fail("it is trained again"))
+        patch.setattr(training, "train", lambda *_, **__: pytest.fail("it is trained again"))
         assert torch.equal(SMALL(seen), first)
         for other in (seen_of(model, crops[:2].double(), public[1:]), seen_of(model, crops[:2].double(), public, ())):
             with pytest.raises(pytest.fail.Exception):

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import MapInversion, MapUNet
-from privlab.attacks.features import map_unet
+from privlab.attacks.decoders import training
 from privlab.attacks.features.map_unet import STARTS, UNet, _correction_for, _own_starts, _started
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import GaussianNoise, RowPermutation
@@ -77,7 +77,7 @@ def test_own_releases_are_noisy_features_of_public_images(tiny_model: Make, crop
     """Each image comes in turn, and each time with new noise of the deviation that the defense has."""
     model, public, start = tiny_model(), crops[24:34].double(), OneColour()
     seen = seen_of(model, crops[:3].double(), public)
-    inputs, images = _own_starts(seen, (start,), replace(SMALL, releases=40, augment=False).spec)
+    inputs, images = _own_starts(seen, (start,), replace(SMALL, releases=40, augment=False))
     assert_close(images.double(), public[torch.arange(40) % 10], atol=1e-6, rtol=0)
     assert_close(inputs, torch.full_like(images, 0.25))
     features = torch.cat([given.features for given in start.given])
@@ -91,13 +91,13 @@ def test_own_releases_are_noisy_features_of_public_images(tiny_model: Make, crop
 def test_images_whose_rows_move_are_released_as_the_client_releases_them(tiny_model: Make, crops: Tensor) -> None:
     start = OneColour()
     seen = seen_of(tiny_model(), crops[:4].double(), crops[24:40].double(), (NOISE, ROWS))
-    _own_starts(seen, (start,), replace(SMALL, releases=16, client_batch=5).spec)
+    _own_starts(seen, (start,), replace(SMALL, releases=16, client_batch=5))
     assert [len(given.features) for given in start.given] == [5, 5, 5, 1]
 
 
 def test_images_are_mirrored_and_rolled_from_their_second_release_on(tiny_model: Make, crops: Tensor) -> None:
     seen = seen_of(tiny_model(), crops[:1].double(), crops[24:56].double())
-    _, images = _own_starts(seen, (OneColour(),), replace(SMALL, releases=64).spec)
+    _, images = _own_starts(seen, (OneColour(),), replace(SMALL, releases=64))
     assert_close(images[:32], crops[24:56].float(), atol=1e-6, rtol=0)
     assert not torch.equal(images[32:], images[:32])
     assert_close(images[32:].sum((2, 3)), images[:32].sum((2, 3)), rtol=1e-4, atol=1e-3)
@@ -150,14 +150,14 @@ def test_it_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path, monkey
     first = SMALL(seen).images
     (path,) = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(map_unet, "train", lambda *_, **__: pytest.fail("it is trained again"))
+        patch.setattr(training, "train", lambda *_, **__: pytest.fail("it is trained again"))
         assert torch.equal(SMALL(seen).images, first)
         others = [replace(seen, public=public[1:]), replace(seen, defense=(GaussianNoise(std=0.2),))]
         for attack, other in ((SMALL, others[0]), (SMALL, others[1]), (replace(SMALL, steps=3), seen)):
             with pytest.raises(pytest.fail.Exception):
                 attack(other)
         with pytest.raises(pytest.fail.Exception):
-            _correction_for(seen, STARTS[:1], SMALL.spec)
+            _correction_for(seen, STARTS[:1], SMALL)
     path.write_bytes(path.read_bytes()[:-1])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
