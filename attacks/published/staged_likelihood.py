@@ -16,6 +16,7 @@ from privlab.attacks.solvers import (
     Smoothness,
     conjugate_gradients,
     hides_places,
+    linearised,
     photograph_gradients,
     twice_derivable,
 )
@@ -267,7 +268,7 @@ class _Stage:
         def made(*moved: Tensor) -> Flat:
             return self._gradients(*moved, *still)
 
-        image, forth, back = _linearised(made, moved)
+        image, forth, back = linearised(made, moved)
         off = self._off(image)
         counted = self.weight * (off != 0)  # an entry within its interval is not pulled
         squares = counted.square()
@@ -299,7 +300,7 @@ class _Stage:
         def made(Δ: Tensor) -> Flat:
             return self.weight * self._gradients(X, Δ)
 
-        _, _, back = _linearised(made, (zero,))
+        _, _, back = linearised(made, (zero,))
         exact = (self.edge == 0).to(X)
         wanted = back(exact * self.weight * self.released)[0]
         return conjugate_gradients(lambda V: back(exact * made(V))[0] + V, wanted, steps)
@@ -347,22 +348,6 @@ class _Gram:
         added = (damping + 1e-3) * self.mean + more
         inside = λ[:, :, None] * κ[:, None] / self.mean[:, None, None] + added[:, None, None]
         return U @ ((U.mT @ R @ V) / inside) @ V.mT
-
-
-def _linearised(
-    made: Callable[..., Flat], at: Sequence[Tensor]
-) -> tuple[Flat, Callable[..., Flat], Callable[[Flat], tuple[Tensor, ...]]]:
-    """Return the value of a function, v ↦ J v, and w ↦ Jᵀ w; J v is the derivative of ⟨Jᵀ w, v⟩ by w."""
-    with gradients_enabled():
-        own = [each.detach().requires_grad_() for each in at]
-        value = made(*own)
-        w = torch.zeros_like(value, requires_grad=True)
-        back = torch.autograd.grad(value, own, w, create_graph=True)
-
-    def along(*v: Tensor) -> Flat:
-        return torch.autograd.grad(back, w, v, retain_graph=True)[0]
-
-    return value.detach(), along, lambda w: torch.autograd.grad(value, own, w, retain_graph=True)
 
 
 def _mean_square(G: Flat, exact: Bool[Tensor, "b e"]) -> Float[Tensor, "b 1"]:

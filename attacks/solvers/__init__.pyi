@@ -17,6 +17,8 @@ from .embedding_inverse import patch_statistics as patch_statistics
 from .first_blocks import FirstBlocks as FirstBlocks
 from .first_blocks import row_disagreement as row_disagreement
 from .first_blocks import twice_derivable as twice_derivable
+from .least_squares import levenberg_marquardt as levenberg_marquardt
+from .least_squares import linearised as linearised
 from .masked_slots import ONE_IMAGE as ONE_IMAGE
 from .masked_slots import feeds_unknown as feeds_unknown
 from .masked_slots import hides_places as hides_places

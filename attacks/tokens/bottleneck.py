@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
+from privlab.attacks.solvers import levenberg_marquardt
 from privlab.attacks.tokens.equations import Separated, backward
 from privlab.attacks.tokens.spans import Mlp, Spans
 from privlab.release import Update
@@ -71,27 +72,20 @@ class _Search(NamedTuple):
         """Return the coordinates of the points that are nearest to h."""
         return (h - self.base) @ self.free.mT
 
-    def residual(self, β: Float[Tensor, "s k"]) -> tuple[Float[Tensor, "s r"], Float[Tensor, "s r k"]]:
-        """Return the residual at β and its Jacobian."""
+    def residual(
+        self, β: Float[Tensor, "s k"]
+    ) -> tuple[Float[Tensor, "s r"], Float[Tensor, "s r k"], Float[Tensor, " s"]]:
+        """Return the residual at β, its Jacobian, and its square."""
         a, slope = self.mlp.hidden(self.inputs(β))
         length = a.norm(dim=1, keepdim=True)
         a, J = a / length, slope[..., None] * (self.mlp.W1 @ self.free.mT) / length[..., None]
         r = a - (a @ self.span.mT) @ self.span
-        return r, J - self.span.mT @ (self.span @ J) - r[..., None] * (a[:, None] @ J)
+        return r, J - self.span.mT @ (self.span @ J) - r[..., None] * (a[:, None] @ J), r.square().sum(1)
 
     def run(self, β: Float[Tensor, "s k"], steps: int) -> tuple[Float[Tensor, "s d"], Float[Tensor, " s"]]:
         """Return where the Levenberg-Marquardt method leads each start, and the residual there."""
-        r, J = self.residual(β)
-        cost, λ = r.square().sum(1), torch.full_like(β[:, 0] if β.shape[1] else r[:, 0], _FIRST_DAMPING)
-        for _ in range(steps if β.shape[1] else 0):
-            N, g = J.mT @ J, (r[:, None] @ J)[:, 0]
-            damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * torch.eye(β.shape[1]).to(β)
-            next_β = β - torch.cholesky_solve(g[..., None], torch.linalg.cholesky_ex(N + damp)[0])[..., 0]
-            next_r, next_J = self.residual(next_β)
-            better = next_r.square().sum(1) < cost  # false for nan
-            β, r = (torch.where(better[:, None], new, old) for new, old in ((next_β, β), (next_r, r)))
-            J = torch.where(better[:, None, None], next_J, J)
-            cost, λ = r.square().sum(1), torch.where(better, λ / 5, λ * 4)
+        steps = steps if β.shape[1] else 0
+        β, _, _, cost = levenberg_marquardt(β, self.residual, steps, _FIRST_DAMPING)
         return self.inputs(β), cost.sqrt()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import jacfwd, vmap
 
 from privlab.attacks.rows import least_cost
+from privlab.attacks.solvers import levenberg_marquardt
 from privlab.attacks.tokens.equations import outside, remaining
 from privlab.attacks.tokens.grouping import heads
 from privlab.attacks.tokens.refinement import settle
@@ -231,34 +232,29 @@ class _Search:
             return self._token(base + Q @ c, k, v)
 
         u = vmap(token)(c)
+        idle = torch.zeros(len(c), dtype=torch.long, device=c.device)
         of_u, of_h = (1 / each.norm(dim=1).median() for each in (u, self.mlp.hidden(u)[0]))
 
-        def residual(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def at(c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            u = vmap(token)(c)
             h, slope = self.mlp.hidden(u)
             r = torch.cat([of_u * (u - u @ T.mT @ T), of_h * (h - h @ H.mT @ H)], 1)
-            return r, of_h * slope, r.square().sum(1)
+            return u, r, of_h * slope, r.square().sum(1)
 
-        r, slope, cost = residual(u)
-        λ, idle = torch.full_like(cost, _FIRST_DAMPING), torch.zeros_like(cost, dtype=torch.long)
-        for _ in range(_STEPS):
+        def normal(c: Tensor, _: Tensor, r: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
             J_u = of_u * vmap(jacfwd(token))(c)  # s × d × r
             J_h = slope[..., None] * (self.mlp.W1 @ (J_u / of_u))
             T_J, H_J = T @ J_u, H @ J_h  # residuals are outside the spans already
             N = J_u.mT @ J_u - T_J.mT @ T_J + J_h.mT @ J_h - H_J.mT @ H_J
-            g = (r[:, None] @ torch.cat([J_u, J_h], 1))[:, 0]
-            damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * torch.eye(c.shape[1]).to(c)
-            next_c = c - torch.cholesky_solve(g[..., None], torch.linalg.cholesky_ex(N + damp)[0])[..., 0]
-            next_u = vmap(token)(next_c)
-            next_r, next_slope, next_cost = residual(next_u)
-            better = next_cost < cost  # false for nan
-            idle = torch.where(next_cost < (1 - _LEAST_DECREASE) * cost, 0, idle + 1)
-            c, u, r, slope = (
-                torch.where(better[:, None], new, old)
-                for new, old in ((next_c, c), (next_u, u), (next_r, r), (next_slope, slope))
-            )
-            cost, λ = torch.where(better, next_cost, cost), torch.where(better, λ / 5, λ * 4)
-            if float(cost.min()) < _FOUND**2 or int(idle.min()) >= _MOST_IDLE:
-                break
+            return N, (r[:, None] @ torch.cat([J_u, J_h], 1))[:, 0]
+
+        def over(cost: Tensor, tried: Tensor) -> bool:
+            nonlocal idle
+            idle = torch.where(tried < (1 - _LEAST_DECREASE) * cost, 0, idle + 1)
+            least = torch.where(tried < cost, tried, cost).min()
+            return float(least) < _FOUND**2 or int(idle.min()) >= _MOST_IDLE
+
+        u, *_, cost = levenberg_marquardt(c, at, _STEPS, _FIRST_DAMPING, normal, over)[1:]
         return u[cost.argsort()[:_TRIED]].double()
 
     def _token(self, z: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.rows import known_tokens, least_cost
-from privlab.attacks.solvers import conjugate_gradients
+from privlab.attacks.solvers import conjugate_gradients, linearised
 from privlab.attacks.tokens.mlp_inverse import Inverted
 from privlab.attacks.tokens.slots import projection
 from privlab.attacks.tokens.spans import Mlp, normalise
-from privlab.base import gradients_enabled
 from privlab.victims import PreNormBlock, VictimModel
 
 _RIDGE = 1e-4
@@ -174,20 +173,13 @@ class _Fit:
         return c
 
     def _step(self, c: Float[Tensor, "n m"], L: Tensor) -> Float[Tensor, "n m"]:
-        with gradients_enabled():
-            point = c.detach().clone().requires_grad_()
-            r, v = self.residual(point, L)
-            weight = torch.zeros_like(r, requires_grad=True)  # Jᵀ weight is linear in it: its derivative is J
-            (pulled,) = torch.autograd.grad(r, point, weight, create_graph=True)
-
-        def product(q: Tensor) -> Tensor:
-            (pushed,) = torch.autograd.grad(pulled, weight, q[0], retain_graph=True)
-            return torch.autograd.grad(r, point, pushed, retain_graph=True)[0][None] + q
-
-        (slope,) = torch.autograd.grad(r, point, r.detach(), retain_graph=True)
-        factor = self._factor_of_own(v.detach(), L)
+        r, forth, back = linearised(lambda c: self.residual(c, L)[0], (c,))
+        factor = self._factor_of_own(self.residual(c, L)[1], L)
         own = conjugate_gradients(
-            product, -(slope + c)[None], _INNER, lambda q: torch.cholesky_solve(q[0][..., None], factor)[None, ..., 0]
+            lambda q: back(forth(q[0]))[0][None] + q,
+            -(back(r)[0] + c)[None],
+            _INNER,
+            lambda q: torch.cholesky_solve(q[0][..., None], factor)[None, ..., 0],
         )
         return own[0]
 

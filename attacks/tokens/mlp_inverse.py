@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from privlab.attacks.solvers import levenberg_marquardt
 from privlab.attacks.tokens.spans import Mlp
 
 _RIDGE = 1e-3  # is added to the variances of inputs, relative to their mean: the bundled photographs are few
@@ -142,27 +143,19 @@ def _descend(
     mlp: Mlp, W: Tensor, base: Tensor, target: Tensor, w: Float[Tensor, "s d"], room: float, steps: int
 ) -> tuple[Float[Tensor, "s d"], Float[Tensor, " s"]]:
     """Minimise |W₂ act(base + W w) − target|² / room² + |w|² for each start, and return |…| too."""
+    eye = torch.eye(w.shape[1]).to(w)
 
     def at(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, slope = mlp.activate(base + w @ W.mT)
         r = (a @ mlp.W2.mT - target) / room
         return r, slope, r.square().sum(1) + w.square().sum(1)
 
-    eye = torch.eye(w.shape[1]).to(w)
-    r, slope, cost = at(w)
-    λ = torch.full_like(cost, _FIRST_DAMPING)
-    for _ in range(steps):
+    def normal(w: Tensor, r: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         J = mlp.W2 @ (slope[..., None] * W) / room
-        N, g = J.mT @ J + eye, (r[:, None] @ J)[:, 0] + w
-        damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * eye
-        next_w = w - torch.cholesky_solve(g[..., None], torch.linalg.cholesky_ex(N + damp)[0])[..., 0]
-        next_r, next_slope, next_cost = at(next_w)
-        better = next_cost < cost  # false for nan
-        much = bool((next_cost < (1 - _LEAST_DECREASE) * cost).any()) or not bool(better.any())
-        w, r, slope = (
-            torch.where(better[:, None], new, old) for new, old in ((next_w, w), (next_r, r), (next_slope, slope))
-        )
-        cost, λ = torch.where(better, next_cost, cost), torch.where(better, λ / 5, λ * 4)
-        if not much:
-            break
+        return J.mT @ J + eye, (r[:, None] @ J)[:, 0] + w
+
+    def over(cost: Tensor, tried: Tensor) -> bool:
+        return bool((tried < cost).any()) and not bool((tried < (1 - _LEAST_DECREASE) * cost).any())
+
+    w, r, _, _ = levenberg_marquardt(w, at, steps, _FIRST_DAMPING, normal, over)
     return w, r.norm(dim=1) * room

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from privlab.attacks.solvers import conjugate_gradients
+from privlab.attacks.solvers import conjugate_gradients, linearised
 from privlab.base import gradients_enabled
 from privlab.victims import PreNormBlock
 
@@ -67,22 +67,13 @@ def sharpen_coordinates(
     going = torch.ones_like(scale, dtype=torch.bool)
     for _ in range(steps):
         with gradients_enabled():
-            B.requires_grad_()
-            r, rough = residual(B), B.detach().float().requires_grad_()
-            r_rough = residual(rough, single)
-            weight = torch.zeros_like(r_rough, requires_grad=True)  # Jᵀ weight is linear in it: its derivative is J
-            (pulled,) = torch.autograd.grad(r_rough, rough, weight, create_graph=True)
-
-        def product(
-            p: Tensor, r: Tensor = r_rough, pulled: Tensor = pulled, by: Tensor = weight, B: Tensor = rough
-        ) -> Tensor:
-            (pushed,) = torch.autograd.grad(pulled, by, p, retain_graph=True)
-            return torch.autograd.grad(r, B, pushed, retain_graph=True)[0]
-
+            r = residual(B.requires_grad_())
         (slope,) = torch.autograd.grad(r, B, r.detach())
+        _, forth, back = linearised(lambda B: residual(B, single), (B.float(),))
         B, v = B.detach(), state(B.detach())[:, len(prefix) :]
         inverse = _inverse_of_own(block, v, basis, found[:, len(prefix) :], scale)
-        new = B + conjugate_gradients(product, -slope.float(), inner, inverse).to(B)
+        step = conjugate_gradients(lambda p, forth=forth, back=back: back(forth(p))[0], -slope.float(), inner, inverse)
+        new = B + step.to(B)
         before, after = (of.square().sum((1, 2), keepdim=True) for of in (r.detach(), residual(new)))
         going = going & (after < (1 - _LEAST_DECREASE) * before)
         if not bool(going.any()):

@@ -94,7 +94,7 @@ def test_the_jacobian_of_the_search_for_outputs_is_its_derivative(model: VictimM
     parts = adapter_of(seen_of(model, contrast[:1], 36))
     search = _Search.of(parts, Spans.of(parts.G_down, parts.G_up, 17))
     β = torch.randn(2, 16, generator=Generator().manual_seed(0), dtype=torch.float64)
-    _, J = search.residual(β)
+    _, J, _ = search.residual(β)
     for k in (0, 9):
         step = 1e-6 * torch.eye(16).double()[k]
         slope = (search.residual(β + step)[0] - search.residual(β - step)[0]) / 2e-6
