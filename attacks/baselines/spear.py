@@ -116,13 +116,9 @@ class Spear(TokenSeparation):
 
     def _of_release(self, block: PreNormBlock, seen: Observation, i: int, count: int) -> Separated:
         G, b = (seen.gradients[name][i].double() for name in (FC1, _BIAS))
-        none = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
-        found = none
+        found = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
         if count < G.shape[1]:
-            draw = draw_for(self.seed, self.name, "rows")
-            found = _disaggregate(
-                Mlp.of(block), G, b, count, draw, self.starts, self.rounds, self.zeros, self.tolerance, self.sure
-            )
+            found = self._disaggregate(Mlp.of(block), G, b, count, draw_for(self.seed, self.name, "rows"))
         if len(found.u) < count:
             warn(
                 f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} rounds "
@@ -131,61 +127,49 @@ class Spear(TokenSeparation):
             )
         return found
 
+    @torch.no_grad()
+    def _disaggregate(
+        self, mlp: Mlp, G: Float[Tensor, "m d"], b: Float[Tensor, " m"], count: int, draw: Generator
+    ) -> Separated:
+        """Return the tokens u_n of G = Σ_n δ_n u_nᵀ and b = Σ_n δ_n whose signs agree with the zeros of δ_n.
+
+        `residual` is the share of each token's signs that do not.
+        """
+        L, σ, V = torch.linalg.svd(G, full_matrices=False)
+        n = min(count, int((σ > UNIT_ROUNDOFF * σ[0]).sum()))
+        L, R = L[:, :n], σ[:n, None] * V[:n]
+        alive = L.norm(dim=1) > self.tolerance * L.norm(dim=1).max()
+        rows = L[alive]
+        kept = L.new_zeros(0, n)
+        found = Separated(R[:0], R[:0, 0], count)
+        for _ in range(self.rounds if len(rows) >= n else 0):
+            # A set that has a row twice leaves more than one direction, and none of them is sparse.
+            chosen = torch.randint(len(rows), (self.starts, n - 1), generator=draw).to(L.device)
+            Q = torch.linalg.qr(rows[chosen].mT, mode="complete").Q[..., -1]
+            new = Q[_zeros(rows, Q, self.tolerance).double().mean(1) > self.zeros]
+            if not len(new):
+                continue
+            new = _sharpen(rows, _sparsest(rows, new, self.tolerance), self.tolerance)
+            kept = _sparsest(rows, torch.cat([kept, new]), self.tolerance)
+            if len(kept) < n:
+                continue
+            Q = kept.mT
+            lengths = torch.linalg.lstsq(L @ Q, b[:, None]).solution[:, 0]
+            u = torch.linalg.solve(Q * lengths, R)
+            off = L @ Q
+            on = off.abs() > self.tolerance * off.abs().amax(0)
+            wrong = (((u @ mlp.W1.mT + mlp.b1) > 0).mT != on)[alive].double().mean(0)
+            best = wrong < self.sure
+            if int(best.sum()) > len(found.u):
+                found = Separated(u[best], wrong[best], count)
+            if len(found.u) == n:
+                break
+        return found
+
 
 def _activation(block: PreNormBlock) -> str:
     """Return the name of the activation of a block's MLP."""
     return type(block.mlp.get_submodule("act")).__name__
-
-
-@torch.no_grad()
-def _disaggregate(
-    mlp: Mlp,
-    G: Float[Tensor, "m d"],
-    b: Float[Tensor, " m"],
-    count: int,
-    draw: Generator,
-    starts: int,
-    rounds: int,
-    zeros: float,
-    tolerance: float,
-    sure: float,
-) -> Separated:
-    """Return the tokens u_n of G = Σ_n δ_n u_nᵀ and b = Σ_n δ_n whose signs agree with the zeros of δ_n.
-
-    `residual` is the share of each token's signs that do not.
-
-    Source: SPEAR (Dimitrov et al., NeurIPS 2024).
-    """
-    L, σ, V = torch.linalg.svd(G, full_matrices=False)
-    n = min(count, int((σ > UNIT_ROUNDOFF * σ[0]).sum()))
-    L, R = L[:, :n], σ[:n, None] * V[:n]
-    alive = L.norm(dim=1) > tolerance * L.norm(dim=1).max()
-    rows = L[alive]
-    kept = L.new_zeros(0, n)
-    found = Separated(R[:0], R[:0, 0], count)
-    for _ in range(rounds if len(rows) >= n else 0):
-        # A set that has a row twice leaves more than one direction, and none of them is sparse.
-        chosen = torch.randint(len(rows), (starts, n - 1), generator=draw).to(L.device)
-        Q = torch.linalg.qr(rows[chosen].mT, mode="complete").Q[..., -1]
-        new = Q[_zeros(rows, Q, tolerance).double().mean(1) > zeros]
-        if not len(new):
-            continue
-        new = _sharpen(rows, _sparsest(rows, new, tolerance), tolerance)
-        kept = _sparsest(rows, torch.cat([kept, new]), tolerance)
-        if len(kept) < n:
-            continue
-        Q = kept.mT
-        lengths = torch.linalg.lstsq(L @ Q, b[:, None]).solution[:, 0]
-        u = torch.linalg.solve(Q * lengths, R)
-        off = L @ Q
-        on = off.abs() > tolerance * off.abs().amax(0)
-        wrong = (((u @ mlp.W1.mT + mlp.b1) > 0).mT != on)[alive].double().mean(0)
-        best = wrong < sure
-        if int(best.sum()) > len(found.u):
-            found = Separated(u[best], wrong[best], count)
-        if len(found.u) == n:
-            break
-    return found
 
 
 def _zeros(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Tensor:

@@ -160,9 +160,9 @@ class ConvDecoder(Decoder):
         super().__init__(shape, width)
         self.layers = nn.Sequential(
             nn.Conv2d(shape.width, width, 1),
-            *(_Residual(width) for _ in range(depth)),
+            *(_convolutions(width) for _ in range(depth)),
             nn.ConvTranspose2d(width, PIXEL_CHANNELS, shape.patch, shape.patch),
-            _Residual(PIXEL_CHANNELS),
+            _convolutions(PIXEL_CHANNELS),
             silent(nn.Conv2d(PIXEL_CHANNELS, 3, 3, padding=1)),
         )
 
@@ -214,7 +214,7 @@ class TokenDecoder(Decoder):
         self.place = nn.Linear(shape.width, tokens)
         self.inwards = nn.Linear(shape.width, width)
         self.slots = nn.Embedding(tokens, width)
-        self.layers = nn.Sequential(*(_Mlp(width) for _ in range(depth)))
+        self.layers = nn.Sequential(*(_mlp(width) for _ in range(depth)))
         self.outwards = pixel_map(shape, width)
 
     def forward(
@@ -258,29 +258,25 @@ DECODERS: dict[str, Callable[[Shape, int, int], Decoder]] = {
 }
 
 
-class _Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.GroupNorm(width // PIXEL_CHANNELS, width),
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.GELU(),
-            nn.Conv2d(width, width, 3, padding=1),
-        )
+class Residual(nn.Module):
+    """x + g(x) with the layers of g, one behind the other."""
 
-    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Return the sum."""
         return x + self.layers(x)
 
 
-class _Mlp(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+def _convolutions(width: int) -> Residual:
+    first, second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+    return Residual(nn.GroupNorm(width // PIXEL_CHANNELS, width), first, nn.GELU(), second)
 
-    def forward(self, x: Float[Tensor, "b n e"]) -> Float[Tensor, "b n e"]:
-        return x + self.layers(x)
+
+def _mlp(width: int) -> Residual:
+    return Residual(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
 class _Look(nn.Module):

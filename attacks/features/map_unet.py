@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from privlab.attacks.decoders.networks import silent
+from privlab.attacks.decoders.networks import Residual, silent
 from privlab.attacks.decoders.training import Pairs, PairTrained, make_release
 from privlab.attacks.features.map_inversion import MapInversion
 from privlab.attacks.rows import effects
@@ -128,11 +128,11 @@ class UNet(nn.Module):
         pairs = list(pairwise(widths))
         self.channels = channels
         self.inwards = nn.Conv2d(channels * images, width, 3, padding=1)
-        self.before = nn.ModuleList(_Residual(fine) for fine, _ in pairs)
+        self.before = nn.ModuleList(_residual(fine) for fine, _ in pairs)
         self.down = nn.ModuleList(nn.Conv2d(fine, coarse, 2, 2) for fine, coarse in pairs)
-        self.coarsest = nn.Sequential(_Residual(widths[-1]), _Residual(widths[-1]))
+        self.coarsest = nn.Sequential(_residual(widths[-1]), _residual(widths[-1]))
         self.up = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, 2) for fine, coarse in pairs)
-        self.after = nn.ModuleList(nn.Sequential(_Residual(fine), _Residual(fine)) for fine, _ in pairs)
+        self.after = nn.ModuleList(nn.Sequential(_residual(fine), _residual(fine)) for fine, _ in pairs)
         self.outwards = silent(nn.Conv2d(width, channels, 3, padding=1))
 
     def forward(self, x: Float[Tensor, "b s h w"]) -> Float[Tensor, "b c h w"]:
@@ -149,17 +149,10 @@ class UNet(nn.Module):
         return x[:, : self.channels] + self.outwards(h)[:, :, :height, :width]
 
 
-class _Residual(nn.Module):
-    """x + g(x), with two convolutions and no norm, which would forget how strong what is corrected is."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1), nn.GELU(), silent(nn.Conv2d(width, width, 3, padding=1))
-        )
-
-    def forward(self, x: Float[Tensor, "b e h w"]) -> Float[Tensor, "b e h w"]:
-        return x + self.layers(x)
+def _residual(width: int) -> Residual:
+    """Return x + g(x), with two convolutions and no norm, which would forget how strong what is corrected is."""
+    first, second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+    return Residual(first, nn.GELU(), silent(second))
 
 
 def _started(starts: Sequence[FeatureAttack], seen: FeatureObservation) -> Float[Tensor, "b s h w"]:

@@ -1,6 +1,5 @@
 """`qkv-completion`: the image from the exact entries of the gradient of the first block's queries, keys and values."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -114,10 +113,30 @@ class QkvCompletion:
                     f"{self.name} needs entries of {QKV} that the filter left exact. Found none but zeros. That it "
                     "does not apply is no evidence of privacy."
                 )
-            ranks = [*range(self.rank_step, rank, self.rank_step), rank]
-            T = _row_span(G, exact, ranks, self.rounds, self.last_rounds, self.steps)
-            found.append(_patches(model, T))
+            found.append(_patches(model, self._row_span(G, exact, rank)))
         return model.to_images(torch.stack(found))
+
+    def _row_span(self, G: Float[Tensor, "j c"], exact: Bool[Tensor, "j c"], rank: int) -> Float[Tensor, "r c"]:
+        """Return orthonormal rows T that span those of a matrix δ T, which has the exact entries of G.
+
+        Minimise Σ (G − δ T)² over the exact entries. δ is eliminated: given T, each row of it is a least-squares
+        solution of its own (variable projection). Levenberg-Marquardt steps on T are left, each solved by conjugate
+        gradients with the preconditioner δᵀ δ ⊗ I. Singular values of gradients fall off by six orders of magnitude,
+        and what stands in the place of a missing entry hides the small ones. So the rank is raised by and by: at each
+        rank the matrix found fills the missing entries, and its leading right singular vectors are the next start.
+
+        Each row of G is divided by the root mean square of its exact entries first, which does not change T.
+        """
+        mask = exact.to(G)
+        size = ((G * mask).square().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)).sqrt()
+        G = G / size.clamp_min(torch.finfo(G.dtype).tiny)
+        full, T = torch.where(size > 0, G, 0), G[:0]
+        G = full
+        for number in (*range(self.rank_step, rank, self.rank_step), rank):
+            T = torch.linalg.svd(full, full_matrices=False).Vh[:number]
+            T, fit = _descend(G, mask, T, self.last_rounds if number == rank else self.rounds, self.steps)
+            full = torch.where(exact, G, fit.δ @ T)
+        return T
 
 
 def _patches(model: VictimModel, T: Float[Tensor, "r d"]) -> Float[Tensor, "n k"]:
@@ -137,36 +156,6 @@ class _Fit(NamedTuple):
     @property
     def misfit(self) -> float:
         return float(self.R.square().sum())
-
-
-def _row_span(
-    G: Float[Tensor, "j c"],
-    exact: Bool[Tensor, "j c"],
-    ranks: Sequence[int],
-    rounds: int = 6,
-    last_rounds: int = 20,
-    steps: int = 60,
-) -> Float[Tensor, "r c"]:
-    """Return orthonormal rows T that span those of a matrix δ T, which has the exact entries of G.
-
-    Minimise Σ (G − δ T)² over the exact entries. δ is eliminated: given T, each row of it is a least-squares solution
-    of its own (variable projection). Levenberg-Marquardt steps on T are left, each solved by conjugate gradients with
-    the preconditioner δᵀ δ ⊗ I. Singular values of gradients fall off by six orders of magnitude, and what stands in
-    the place of a missing entry hides the small ones. So the rank is raised by and by: at each rank the matrix found
-    fills the missing entries, and its leading right singular vectors are the next start.
-
-    Each row of G is divided by the root mean square of its exact entries first, which does not change T.
-    """
-    mask = exact.to(G)
-    size = ((G * mask).square().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)).sqrt()
-    G = G / size.clamp_min(torch.finfo(G.dtype).tiny)
-    full, T = torch.where(size > 0, G, 0), G[:0]
-    G = full
-    for rank in ranks:
-        T = torch.linalg.svd(full, full_matrices=False).Vh[:rank]
-        T, fit = _descend(G, mask, T, last_rounds if rank == ranks[-1] else rounds, steps)
-        full = torch.where(exact, G, fit.δ @ T)
-    return T
 
 
 def _descend(G: Tensor, mask: Tensor, T: Float[Tensor, "r c"], rounds: int, steps: int) -> tuple[Tensor, _Fit]:

@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradientAdaptive, QkvCompletion
-from privlab.attacks.published.qkv_completion import _fit, _patches, _row_span, _step_of_span
+from privlab.attacks.published.qkv_completion import _fit, _patches, _step_of_span
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, Mjp, PercentilePrivacy
 from privlab.metrics import psnr
@@ -43,7 +43,7 @@ def outside(G: Tensor, T: Tensor) -> float:
 def test_the_span_of_a_matrix_follows_from_its_exact_entries() -> None:
     """A fifth of the entries is replaced: the span is that of the matrix, whatever stands there."""
     G, exact = of_rank(5, 0.2)
-    T = _row_span(torch.where(exact, G, 0.3), exact, [1, 2, 3, 4, 5])
+    T = QkvCompletion(rank_step=1)._row_span(torch.where(exact, G, 0.3), exact, 5)
     assert_close(T @ T.mT, torch.eye(5).double())
     assert outside(G, T) < 1e-6
 
@@ -52,12 +52,13 @@ def test_rows_of_any_scale_and_a_row_of_zeros_change_nothing() -> None:
     G, exact = of_rank(4, 0.15)
     scale = torch.ones(40, 1, dtype=torch.float64)
     scale[:3], scale[7] = 1e8, 0
-    assert outside(G, _row_span(scale * torch.where(exact, G, 0), exact, [1, 2, 3, 4])) < 1e-6
+    T = QkvCompletion(rank_step=1)._row_span(scale * torch.where(exact, G, 0), exact, 4)
+    assert outside(G, T) < 1e-6
 
 
 def test_without_missing_entries_it_is_the_singular_value_decomposition() -> None:
     G, _ = of_rank(6, 0.0)
-    T = _row_span(G, torch.ones_like(G, dtype=torch.bool), [6])
+    T = QkvCompletion(rank_step=6)._row_span(G, torch.ones_like(G, dtype=torch.bool), 6)
     wanted = torch.linalg.svd(G, full_matrices=False).Vh[:6]
     assert_close(T.mT @ T, wanted.mT @ wanted)
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import Spear, TokenSeparation
-from privlab.attacks.baselines.spear import _disaggregate
 from privlab.attacks.tokens import Mlp
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.images import Preprocessing, open_images
@@ -50,7 +49,7 @@ def planted(seed: int = 0, tokens: int = 6, width: int = 16, hidden: int = 120) 
 def found_of(mlp: Mlp, u: Tensor, δ: Tensor, rounds: int = 40, **options: float) -> Tensor:
     settings = {"zeros": 0.2, "tolerance": 1e-6, "sure": 1e-3} | options
     draw = torch.Generator().manual_seed(3)
-    return _disaggregate(mlp, δ.mT @ u, δ.sum(0), len(u), draw, 1000, rounds, **settings).u
+    return Spear(starts=1000, rounds=rounds, **settings)._disaggregate(mlp, δ.mT @ u, δ.sum(0), len(u), draw).u
 
 
 def test_planted_tokens_come_back_with_their_lengths() -> None:
