@@ -46,7 +46,7 @@ def planted(seed: int = 0, tokens: int = 6, width: int = 16, hidden: int = 120) 
     return mlp, u, ((u @ mlp.W1.mT + mlp.b1) > 0) * (normal(tokens, width) @ mlp.W2)
 
 
-def found_of(mlp: Mlp, u: Tensor, δ: Tensor, rounds: int = 40, **options: float) -> Tensor:
+def found_of(mlp: Mlp, u: Tensor, δ: Tensor, rounds: int = 40, **options: Any) -> Tensor:
     settings = {"zeros": 0.2, "tolerance": 1e-6, "sure": 1e-3} | options
     draw = torch.Generator().manual_seed(3)
     return Spear(starts=1000, rounds=rounds, **settings)._disaggregate(mlp, δ.mT @ u, δ.sum(0), len(u), draw).u
