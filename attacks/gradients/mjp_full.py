@@ -152,9 +152,9 @@ class MjpFull(TokenSearch):
             for i, masked in zip(images, found.masked[images], strict=True)
         ]
         reads = [Reads.of(seen, i, block, count) for i in images]
-        near = [guesses(model, block, *each) for each in zip(slots, reads, X[images], strict=True)]
+        near = [guesses(*each) for each in zip(slots, reads, X[images], strict=True)]
         tokens = self.tokens(block, seen, images, count, near)
         u = [of.u for of in tokens]
-        linear = [slots_of_tokens(model, block, *each) for each in zip(slots, u, reads, strict=True)]
+        linear = [slots_of_tokens(*each) for each in zip(slots, u, reads, strict=True)]
         solved = sharpen_patches(model, block, slots, u, linear, list(X[images]), self.sharpen, self.inner)
         return list(zip(tokens, solved, strict=True))

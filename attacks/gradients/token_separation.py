@@ -212,10 +212,10 @@ class TokenSeparation(TokenSearch):
             return Solved(grey, none)
         reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(grey))
         if _is_underdetermined(seen):
-            z = embeddings_of_tokens(model, block, u, reads, self.sharpen, self.inner)
+            z = embeddings_of_tokens(u, reads, self.sharpen, self.inner)
             ns, x = _invert(model, z, slots.pe, photograph_gradients(model, seen.photographs))
             return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
-        linear = slots_of_tokens(model, block, slots, u, reads)
+        linear = slots_of_tokens(slots, u, reads)
         return sharpen_patches(model, block, [slots], [u], [linear], [grey], self.sharpen, self.inner)[0]
 
     def _images(
@@ -224,7 +224,7 @@ class TokenSeparation(TokenSearch):
         """Return for each image of release i its tokens and its patches."""
         model, B = seen.model, seen.images_per_release
         reads = Reads.of(seen, i, block, B * (model.vit.num_prefix_tokens + len(slots.pe)))
-        linear = slots_of_tokens(model, block, slots, tokens.u, reads, B)
+        linear = slots_of_tokens(slots, tokens.u, reads, B)
         own = by_image(model, block, slots, linear, B)
         each = [Separated(tokens.u[of.token], tokens.residual[of.token], tokens.wanted // B) for of in own]
         grey = [slots.known] * B

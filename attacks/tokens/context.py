@@ -10,16 +10,15 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.func import jacfwd, vmap
 
-from privlab.attacks.rows import least_cost
+from privlab.attacks.rows import known_tokens, least_cost
 from privlab.attacks.solvers import levenberg_marquardt
 from privlab.attacks.tokens.equations import outside, remaining
 from privlab.attacks.tokens.grouping import heads
+from privlab.attacks.tokens.mlp_inverse import InputLaw
 from privlab.attacks.tokens.refinement import settle
 from privlab.attacks.tokens.slots import Reads, projection
 from privlab.attacks.tokens.spans import Mlp, Spans, normalise
 from privlab.victims import PreNormBlock, VictimModel
-
-_RIDGE = 1e-3  # is added to the variances of tokens, relative to their mean: the bundled photographs are few
 
 _TOLD = 1e-3
 """Least singular value, relative to the largest one, of a direction of patches that what ∂W_qkv heard is taken to tell:
@@ -49,22 +48,18 @@ class Embeddings(NamedTuple):
     Q: Float[Tensor, "d r"]
 
     @classmethod
-    def of(
-        cls, model: VictimModel, block: PreNormBlock, Y: Float[Tensor, "m k"], pe: Float[Tensor, "n d"], reads: Reads
-    ) -> "Embeddings":
+    def of(cls, reads: Reads, Y: Float[Tensor, "m k"], pe: Float[Tensor, "n d"]) -> "Embeddings":
         """Return the z = W x + b + e with x in the span of Y for which γ₁ ⊙ z lies in what ∂W_qkv heard.
 
         Args:
-            model: the victim, whose patch embedding is read.
-            block: its first block, in float64.
+            reads: the row spaces of the gradients of the first attention.
             Y: orthonormal rows that span the patches.
             pe: the position embeddings of the slots.
-            reads: the row spaces of the gradients of the first attention.
         """
-        assert isinstance(block.norm1, nn.LayerNorm)
-        W, b = projection(model)
+        norm, (W, b) = reads.block.norm1, projection(reads.model)
+        assert isinstance(norm, nn.LayerNorm)
         heard, base, V = reads.heard, b + pe, Y @ W.mT
-        unheard = block.norm1.weight[:, None] * torch.linalg.svd(heard, full_matrices=True).Vh[len(heard) :].mT
+        unheard = norm.weight[:, None] * torch.linalg.svd(heard, full_matrices=True).Vh[len(heard) :].mT
         U, S, Vh = torch.linalg.svd(V @ unheard, full_matrices=True)
         k = min(int((_TOLD * S.amax() < S).sum()), len(Y) - 1) if len(S) else 0
         told = -(base @ unheard) @ Vh[:k].mT / S[:k] @ U[:, :k].mT
@@ -96,12 +91,8 @@ def slots_by_law(mlp: Mlp, u: Float[Tensor, "f d"], usual: Float[Tensor, "m t d"
         u: tokens of one image, in no order, no more than it has.
         usual: all tokens of each of m photographs.
     """
-    t, law = normalise(mlp, u), normalise(mlp, usual)
-    mean = law.mean(0)
-    S = (law - mean).flatten(0, 1).mT.cov(correction=0)
-    S = S + _RIDGE * S.diagonal().mean() * torch.eye(len(S)).to(S)
-    L = torch.linalg.cholesky(S)
-    t, mean = (torch.linalg.solve_triangular(L, each.mT, upper=False).mT for each in (t, mean))
+    law = InputLaw.of(normalise(mlp, usual))
+    t, mean = (torch.linalg.solve_triangular(law.L, v.mT, upper=False).mT for v in (normalise(mlp, u), law.mean))
     rows, places = least_cost(torch.cdist(t, mean).square())
     return ImageTokens(u[rows], places)
 
@@ -139,14 +130,12 @@ def _embed_tokens(
 
 @torch.no_grad()
 def complete_tokens(
+    model: VictimModel,
     block: PreNormBlock,
-    prefix: Float[Tensor, "p d"],
     of: Embeddings,
     whole: Spans,
     gradients: tuple[Float[Tensor, "m d"], Float[Tensor, "d m"]],
     tokens: ImageTokens,
-    pe: Float[Tensor, "n d"],
-    around: Float[Tensor, "n n"],
     usual: Float[Tensor, "i n d"],
     *,
     steps: int,
@@ -162,19 +151,19 @@ def complete_tokens(
     (`settle`), and taken if its residual is below the tolerance.
 
     Args:
-        block: the first block, in float64, with timm's own attention.
-        prefix: class and register tokens, before the block.
+        model: the victim, whose prefix tokens and position embeddings are read.
+        block: its first block, in float64, with timm's own attention.
         of: what is known of the embeddings.
         whole: the spans of the gradients of the block's MLP.
         gradients: those of the MLP's two weights, in float64.
         tokens: the tokens that are known.
-        pe: the position embeddings of the slots.
-        around: the weights of each slot's neighbours.
         usual: embedded patches of photographs, from which more starts are taken, a pass after the other.
         steps: steps of the Levenberg-Marquardt method in the refinement.
         tolerance: the largest residual of a token.
         passes: passes over the missing slots that may find nothing; each takes other photographs.
     """
+    prefix, pe = known_tokens(model)
+    around = _around(*model.grid).to(pe)
     mlp, p, z, idle = Mlp.of(block), len(prefix), of.nearest(usual.mean(0)), 0
     while True:
         z = _embed_tokens(block, prefix, of, tokens, pe, around, z)
@@ -201,6 +190,13 @@ def complete_tokens(
                 tokens, found = ImageTokens(u_new, torch.cat([tokens.place, at])), True
                 break
         idle = 0 if found else idle + 1
+
+
+def _around(height: int, width: int) -> Float[Tensor, "n n"]:
+    """Return for each slot the weights of those around it, of equal size, that add up to one."""
+    row, column = (torch.arange(height * width) // width, torch.arange(height * width) % width)
+    near = (row[:, None] - row).abs().maximum((column[:, None] - column).abs()) == 1
+    return near / near.sum(1, keepdim=True).clamp_min(1)
 
 
 @dataclass(frozen=True, eq=False)

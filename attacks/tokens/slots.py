@@ -38,9 +38,11 @@ class Reads(NamedTuple):
     """What the gradients of the first attention say of its inputs: the row spaces of ∂W_qkv and ∂W_proj.
 
     Every γ₁ ⊙ z lies in the span of the orthonormal rows of `heard`, because normalised tokens lie in the row space of
-    ∂W_qkv; and attention adds W_proj o with o in the span of `mixed`.
+    ∂W_qkv; and attention adds W_proj o with o in the span of `mixed`. `block` is the model's first one, in float64.
     """
 
+    model: VictimModel
+    block: PreNormBlock
     heard: Float[Tensor, "r d"]
     mixed: Float[Tensor, "m d"]
 
@@ -57,7 +59,7 @@ class Reads(NamedTuple):
         assert isinstance(block.norm1, nn.LayerNorm)
         heard, mixed = (row_space(seen.gradients[name][i], count) for name in (QKV, PROJ))
         free = torch.cat([heard, block.norm1.weight[None], block.norm1.bias[None]])
-        return cls(torch.linalg.qr(free.mT).Q.mT, mixed)
+        return cls(seen.model, block, torch.linalg.qr(free.mT).Q.mT, mixed)
 
 
 def row_space(G: Float[Tensor, "m d"], count: int) -> Float[Tensor, "n d"]:
@@ -91,31 +93,27 @@ class Linear(NamedTuple):
 
 
 @torch.no_grad()
-def slots_of_tokens(
-    model: VictimModel, block: PreNormBlock, slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1
-) -> Linear:
+def slots_of_tokens(slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1) -> Linear:
     """Return the slots of tokens u, and the coordinates c of their patches; each slot takes one token of every image.
 
     Beyond the columns of M, t' is parallel to its own slot's base (`_equations`): that tells slots apart, and then c
     and o follow linearly.
 
     Args:
-        model: the victim, whose patch embedding and prefix tokens are read.
-        block: its first block, in float64.
         slots: the known part and the span of the patches, and their position embeddings; the same for all images.
         u: tokens of the release, in no order, those of the class and registers among them.
         reads: the row spaces of the gradients of the first attention, of the release.
         images: number of images B of the release.
     """
-    t, prefix = _centre(block, u), known_tokens(model)[0]
-    _, b_p = _attention_adds(block)
-    Q, R = torch.linalg.qr(_free_directions(block, reads))
+    t, prefix = _centre(reads.block, u), known_tokens(reads.model)[0]
+    _, b_p = _attention_adds(reads.block)
+    Q, R = torch.linalg.qr(_free_directions(reads))
     own, at = _assign(t, (prefix + b_p).repeat(images, 1), Q)
     at = at % len(prefix) if len(prefix) else at
     left = _without(len(t), own)
     first = _coordinates(t[own], (prefix + b_p)[at], Q, R)[:, : len(reads.mixed)] @ reads.mixed
     none = slots.Y.new_zeros(len(own), len(slots.Y))
-    equations = _equations(model, block, slots, reads)
+    equations = _equations(slots, reads)
     if equations is None:
         return Linear(own, at, none, first)
     base, M = equations
@@ -128,9 +126,7 @@ def slots_of_tokens(
 
 
 @torch.no_grad()
-def guesses(
-    model: VictimModel, block: PreNormBlock, slots: Slots, reads: Reads, X: Float[Tensor, "n k"]
-) -> Near | None:
+def guesses(slots: Slots, reads: Reads, X: Float[Tensor, "n k"]) -> Near | None:
     """Return what the class, register and patch tokens would be for patches X, and the spans that they lie in.
 
     Patches in slots that are known alike are left out.
@@ -138,13 +134,11 @@ def guesses(
     None if the D equations of a token do not determine its span.
 
     Args:
-        model: the victim, whose patch embedding and prefix tokens are read.
-        block: its first block, in float64.
         slots: the known part and the span of the patches, and their position embeddings.
         reads: the row spaces of the gradients of the first attention.
         X: guesses of the normalised patches.
     """
-    equations = _equations(model, block, slots, reads)
+    model, block, equations = reads.model, reads.block, _equations(slots, reads)
     if equations is None or equations[0].shape[1] > model.vit.embed_dim:
         return None
     W, b = projection(model)
@@ -156,23 +150,21 @@ def guesses(
     return Near(block.norm2(z + block.attention(z))[own], nn.functional.normalize(base, dim=1), Q)
 
 
-def _equations(
-    model: VictimModel, block: PreNormBlock, slots: Slots, reads: Reads
-) -> tuple[Float[Tensor, "n e"], Float[Tensor, "e r"]] | None:
+def _equations(slots: Slots, reads: Reads) -> tuple[Float[Tensor, "n e"], Float[Tensor, "e r"]] | None:
     """Return base and M of base + M (c, o, m) = s t', which holds for every slot; None if no equation is left over.
 
     A token t is z + W_proj o + b_proj, up to scale and mean, with z = W x + b + e and x = known + Yᵀ c: D equations,
     t' = t. And γ₁ ⊙ z lies in the span of `heard`: D more, t' = (t, 0). Rounding hides a part of that span, so these
     are used only if too few of the others are left over.
     """
-    W, b = projection(model)
-    _, b_p = _attention_adds(block)
-    free, V = _free_directions(block, reads), W @ slots.Y.mT
+    W, b = projection(reads.model)
+    _, b_p = _attention_adds(reads.block)
+    free, V = _free_directions(reads), W @ slots.Y.mT
     base, M = slots.known @ W.mT + b + slots.pe, torch.cat([V, free], 1)
     if M.shape[1] + 1 <= (1 - _SPARE_SHARE) * len(M):
         return base + b_p, M
-    assert isinstance(block.norm1, nn.LayerNorm)
-    γ = block.norm1.weight  # the component of γ₁ ⊙ z outside the span of `heard` is zero
+    assert isinstance(reads.block.norm1, nn.LayerNorm)
+    γ = reads.block.norm1.weight  # the component of γ₁ ⊙ z outside the span of `heard` is zero
     unheard = γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
     M = torch.cat([M, torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
     if M.shape[1] >= len(M) - len(reads.heard) - 1:
@@ -236,9 +228,7 @@ def sharpen_patches(
 
 
 @torch.no_grad()
-def embeddings_of_tokens(
-    model: VictimModel, block: PreNormBlock, u: Float[Tensor, "f d"], reads: Reads, sharpen: int, inner: int
-) -> Float[Tensor, "p d"]:
+def embeddings_of_tokens(u: Float[Tensor, "f d"], reads: Reads, sharpen: int, inner: int) -> Float[Tensor, "p d"]:
     """Return the embeddings z of the patches among u, in no order, each up to an added constant, which nothing reads.
 
     This needs no gradient of the patch embedding. γ₁ ⊙ z lies in what ∂W_qkv heard, and the rest of a token's s t = z +
@@ -247,13 +237,12 @@ def embeddings_of_tokens(
     heard.
 
     Args:
-        model: the victim, whose patch embedding and prefix tokens are read.
-        block: its first block, in float64.
         u: tokens of one image, in no order; the class token among them.
         reads: the row spaces of the gradients of the first attention.
         sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
     """
+    model, block = reads.model, reads.block
     t, prefix, count = _centre(block, u), known_tokens(model)[0], model.vit.patch_embed.num_patches
     W_p, b_p = _attention_adds(block)
     assert isinstance(block.norm1, nn.LayerNorm)
@@ -301,9 +290,9 @@ def projection(model: VictimModel) -> tuple[Float[Tensor, "d k"], Float[Tensor, 
     return W, torch.zeros_like(W[:, 0]) if proj.bias is None else proj.bias.detach().double()
 
 
-def _free_directions(block: PreNormBlock, reads: Reads) -> Float[Tensor, "d m"]:
+def _free_directions(reads: Reads) -> Float[Tensor, "d m"]:
     """Return the directions that attention may have added to a token, and the constant direction."""
-    W, _ = _attention_adds(block)
+    W, _ = _attention_adds(reads.block)
     return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
 
 

@@ -190,7 +190,7 @@ class ClientUnrolling(RoundUnrolling):
             return []
         Y = row_space(now.gradients[_PATCH_WEIGHT][0].flatten(1), left * len(pe))
         slots = Slots(Y.new_zeros(len(pe), Y.shape[1]), Y, pe, torch.zeros(len(pe), dtype=torch.bool, device=Y.device))
-        linear = slots_of_tokens(model, block, slots, own.u, Reads.of(now, 0, block, count), left)
+        linear = slots_of_tokens(slots, own.u, Reads.of(now, 0, block, count), left)
         parts = sorted(by_image(model, block, slots, linear, left), key=lambda part: -len(part.token))
         finest = min(client.total_steps * wanted, int(_FINEST * model.vit.embed_dim))
         finer = [*(n for f in _FINER if count < (n := int(f * wanted)) < finest), finest]

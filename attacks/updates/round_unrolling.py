@@ -252,18 +252,16 @@ class RoundUnrolling(TokenSearch):
         model, block = seen.model, first_block(seen.model)
         (prefix, pe), W = known_tokens(model), projection(model)
         Y = row_space(seen.gradients[_PATCH_WEIGHT][0].flatten(1), images * len(pe))
-        of = Embeddings.of(model, block, Y, pe, Reads.of(seen, 0, block, max(count, *finer, 0)))
+        of = Embeddings.of(Reads.of(seen, 0, block, max(count, *finer, 0)), Y, pe)
         G1, G2 = seen.gradients[FC1][0], seen.gradients[FC2][0]
         mlp, whole = Mlp.of(block), Spans.of(G1, G2, count)
         tokens, z = complete_tokens(
+            model,
             block,
-            prefix,
             of,
             whole,
             (G1, G2),
             tokens,
-            pe,
-            _around(*model.grid).to(pe),
             embedded[:, len(prefix) :],
             steps=self.steps,
             tolerance=self.tolerance,
@@ -287,13 +285,6 @@ class RoundUnrolling(TokenSearch):
 def no_tokens(G: Tensor) -> Separated:
     """Return that no token was sought."""
     return Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), 0)
-
-
-def _around(height: int, width: int) -> Float[Tensor, "n n"]:
-    """Return for each slot the weights of those around it, of equal size, that add up to one."""
-    row, column = (torch.arange(height * width) // width, torch.arange(height * width) % width)
-    near = (row[:, None] - row).abs().maximum((column[:, None] - column).abs()) == 1
-    return near / near.sum(1, keepdim=True).clamp_min(1)
 
 
 def bundled(seen: Observation, draw: torch.Generator) -> Float[Tensor, "i c h w"]:

@@ -121,7 +121,7 @@ def test_tokens_lie_where_their_slots_say_and_no_others_do(made: tuple[VictimMod
     model, feed, seen = made
     block = first_block(model)
     slots, x = slots_of(model, feed)
-    near = guesses(model, block, slots, Reads.of(seen, 0, block, 17), x)
+    near = guesses(slots, Reads.of(seen, 0, block, 17), x)
     assert near is not None
     own = torch.cat([torch.tensor([True]), ~feed.moved[0]])
     assert_close(near.u, tokens_of(model, feed)[0][own])
@@ -135,7 +135,7 @@ def test_guesses_from_grey_patches_lead_to_the_tokens_of_their_slots(
     model, feed, seen = made
     block = first_block(model)
     slots, x = slots_of(model, feed)
-    near = guesses(model, block, slots, Reads.of(seen, 0, block, 17), torch.zeros_like(x))
+    near = guesses(slots, Reads.of(seen, 0, block, 17), torch.zeros_like(x))
     assert near is not None
     G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][0] for name in ("fc1", "fc2"))
     draws, options = [torch.Generator().manual_seed(0)], SEARCH | {"rounds": 1}
@@ -156,7 +156,7 @@ def test_gauss_and_newtons_steps_remove_what_the_linear_solve_had_of_rounding(
     block = first_block(model)
     slots, x = slots_of(model, feed)
     u, wrong = tokens_of(model, feed)[0], torch.zeros_like(x)
-    linear = slots_of_tokens(model, block, slots, u, Reads.of(seen, 0, block, 17))
+    linear = slots_of_tokens(slots, u, Reads.of(seen, 0, block, 17))
     noise = torch.randn(linear.c.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     start = linear._replace(c=linear.c + 0.1 * linear.c.std() * noise)
     at = linear.slot[linear.slot > 0] - 1

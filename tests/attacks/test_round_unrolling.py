@@ -198,7 +198,7 @@ class Parts:
         self.prefix, self.pe = known_tokens(model)
         self.Y = row_space(self.seen.gradients[PATCH][0].flatten(1), 2 * len(self.pe))
         reads = Reads.of(self.seen, 0, self.block, self.count)
-        self.of = Embeddings.of(model, self.block, self.Y, self.pe, reads)
+        self.of = Embeddings.of(reads, self.Y, self.pe)
 
 
 @pytest.fixture(scope="module")
@@ -252,17 +252,14 @@ def test_a_missing_token_asks_all_others_and_nothing_of_what_stands_in_its_place
 
 def test_missing_tokens_are_found_and_embeddings_with_them(parts: Parts, crops: Tensor) -> None:
     kept = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15, 16])
-    around = torch.ones(16, 16, dtype=torch.float64).fill_diagonal_(0) / 15
     whole = Spans.of(parts.G1, parts.G2, parts.count)
     tokens, z = complete_tokens(
+        parts.model,
         parts.block,
-        parts.prefix,
         parts.of,
         whole,
         (parts.G1, parts.G2),
         ImageTokens(parts.u[0, kept], kept),
-        parts.pe,
-        around,
         parts.model.embed(crops[:32].double())[:, 1:],
         steps=40,
         tolerance=1e-3,

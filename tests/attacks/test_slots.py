@@ -76,7 +76,7 @@ def test_slots_take_their_own_tokens_and_those_that_are_alike_take_the_likeliest
     block, slots = first_block(model), slots_in(model, x, Y)._replace(alike=alike)
     given = torch.tensor([12, 17, 0, 3, 14, 5, 13, 9, 15, 16])
     u = torch.cat([u, (u[1:2] + u[2:3]) / 2])
-    linear = slots_of_tokens(model, block, slots, u[given], Reads.of(seen, 0, block, 17))
+    linear = slots_of_tokens(slots, u[given], Reads.of(seen, 0, block, 17))
     found = dict(zip(given[linear.token].tolist(), linear.slot.tolist(), strict=True))
     assert {token: slot for token, slot in found.items() if slot < 12} == {0: 0, 3: 3, 5: 5, 9: 9}
     assert found.keys() == {0, 3, 5, 9, 12, 13, 14, 15, 16}
@@ -91,7 +91,7 @@ def test_tokens_fulfil_what_is_asked_of_them(open_: int, asked: int, tiny_model:
     seen, x, u = seen_of(model)
     block = first_block(model)
     reads = Reads.of(seen, 0, block, 17)
-    equations = _equations(model, block, slots_in(model, x, orthonormal(open_, 48)), reads)
+    equations = _equations(slots_in(model, x, orthonormal(open_, 48)), reads)
     assert equations is not None
     base, M = equations
     assert (M.shape, len(reads.mixed)) == ((asked, open_ + 17 + 1), 17)
@@ -109,10 +109,9 @@ def test_what_leaves_no_equation_over_is_not_asked(tiny_model: Model) -> None:
     """Of 2 D equations those that were heard hold for anything: 128 − 64, for 44 + 17 + 1 unknowns and a scale."""
     model = tiny_model()
     _, x, _ = seen_of(model)
-    reads = Reads(torch.eye(64).double(), orthonormal(17, 64))
-    block = first_block(model)
-    assert _equations(model, block, slots_in(model, x, orthonormal(44, 48)), reads) is not None
-    assert _equations(model, block, slots_in(model, x, orthonormal(45, 48)), reads) is None
+    reads = Reads(model, first_block(model), torch.eye(64).double(), orthonormal(17, 64))
+    assert _equations(slots_in(model, x, orthonormal(44, 48)), reads) is not None
+    assert _equations(slots_in(model, x, orthonormal(45, 48)), reads) is None
 
 
 @pytest.fixture
@@ -153,6 +152,6 @@ def test_embeddings_are_exact_before_they_are_sharpened(tiny_model: Model) -> No
     seen, _, u = seen_of(model)
     block = first_block(model)
     wanted = model.embed(image())[0, 1:]
-    z = embeddings_of_tokens(model, block, u, Reads.of(seen, 0, block, 17), 0, 1)
+    z = embeddings_of_tokens(u, Reads.of(seen, 0, block, 17), 0, 1)
     wanted, z = (rows - rows.mean(1, keepdim=True) for rows in (wanted, z))
     assert_close(z, wanted, atol=1e-9, rtol=1e-9)

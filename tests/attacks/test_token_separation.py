@@ -130,7 +130,7 @@ def test_embedded_patches_come_from_tokens_alone(
     seen, block = seen_of(model, images), first_block(model)
     (tokens,) = attack.tokens(block, seen, [0], 17)
     assert len(tokens.u) == 17  # 8 starts miss one on some machines: rounding leads a random search elsewhere
-    z = embeddings_of_tokens(model, block, tokens.u, Reads.of(seen, 0, block, 17), 6, 60)
+    z = embeddings_of_tokens(tokens.u, Reads.of(seen, 0, block, 17), 6, 60)
     wanted = model.embed(images)[0, 1:]
     z, wanted = (rows - rows.mean(1, keepdim=True) for rows in (z, wanted))
     nearest = torch.cdist(wanted, z).argmin(1)
