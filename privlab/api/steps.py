@@ -17,7 +17,7 @@ from privlab.evaluation.client_updates import observe_clients, share_out
 from privlab.evaluation.setup import learned_metric
 from privlab.images import NamedImage
 from privlab.release import released_parameters, served, trained_parameters
-from privlab.release.checked import images_for, labels_for, model_of
+from privlab.release.checked import check_names, images_for, labels_for, model_of
 from privlab.threat import (
     Client,
     Draws,
@@ -90,6 +90,7 @@ def observe(
         >>> PatchGradient()(seen).shape
         torch.Size([1, 3, 32, 32])
     """
+    check_names(parameters)
     model = model_of(victim)
     x = images_for(model, images)
     batch = _batch(model, x, labels)

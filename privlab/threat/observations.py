@@ -19,7 +19,7 @@ from privlab.images import facts_html, images_html
 from privlab.threat.capabilities import Capability
 from privlab.threat.client import Client
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.victims import VictimModel, parameter_gradients
+from privlab.victims import Feed, VictimModel, released_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,8 @@ class Observation:
             raise PrivlabError("gradients_of is for gradients, and for one step of SGD without decay. Found an update.")
         names, B = list(self.gradients), self.images_per_release
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivatives
-            made = parameter_gradients(self.model, images, labels, names, B, create_graph=True)
+            feed = Feed.undefended(images, self.model.patch)
+            made = released_gradients(self.model, feed, labels, names, B, create_graph=True)
         return {name: factor * g for name, g in made.items()}
 
     def _repr_html_(self) -> str:

@@ -14,7 +14,7 @@ import privlab
 from privlab.attacks import GradientMatching
 from privlab.base import PrivlabError
 from privlab.defenses import GradientNoise
-from privlab.release import observe_updates, released_parameters
+from privlab.release import observe, observe_updates, released_parameters
 from privlab.release.checked import images_for, labels_for, model_of
 from privlab.threat import Client, ClientData, Feed
 
@@ -126,7 +126,7 @@ def test_no_image_is_refused(victim: privlab.Victim) -> None:
 
 def test_another_size_in_a_feed_is_refused(victim: privlab.Victim) -> None:
     with pytest.raises(PrivlabError, match="Resize"):
-        privlab.observe(victim, Feed.undefended(torch.rand(2, 3, 64, 64), 16), [0, 1], NAMES)
+        observe(victim, Feed.undefended(torch.rand(2, 3, 64, 64), 16), [0, 1], NAMES)
 
 
 def test_what_is_no_victim_is_refused(victim: privlab.Victim) -> None:
@@ -142,7 +142,7 @@ def test_a_frozen_model_and_a_string_of_names_are_one_line(tiny_vit: Callable[..
     with pytest.raises(PrivlabError, match="gradient"):
         privlab.observe(model, x, y, ["pos_embed"])
     with pytest.raises(PrivlabError, match=r"list of names\. Found 'pos_embed'"):
-        privlab.observe(model, x, y, "pos_embed", [GradientNoise()])
+        privlab.observe(model, x, y, "pos_embed", defense=GradientNoise())
     with pytest.raises(PrivlabError, match=r"list of names\. Found 'pos_embed'"):
         observe_updates(model, Client(), [], "pos_embed")
 
