@@ -59,11 +59,9 @@ def check_adam(seen: Observation, label: int | None, source: str) -> None:
     label's gradient is above (1 / ρ − 1) ε in one of them. That makes it a bound for one step. For several it is one if
     the same holds in each.
 
-    Behind filters, or of several images, `label` is None. Of a client of SGD nothing is said.
-
     Args:
         seen: the update of a client without filters; if it trains by SGD nothing is said.
-        label: the class that the update of one image tells; None if it is not told, or of several images.
+        label: the class that the update of one image tells; None if it is not told, of several images, or filtered.
         source: names of the files, for the error.
 
     Raises:

@@ -45,10 +45,6 @@ def certify(
 ) -> Certificate:
     """Return what proves that images are the private ones: all images of a release are checked together.
 
-    `target` is the label of one image or its fitted target; if it explains nothing, and where it is None, the targets
-    that the head shows are tried. `checked` says whether images can be checked by what was released, and `of_levels`
-    whether the attack itself looks for grey levels, so that these prove nothing.
-
     Args:
         seen: what was released.
         images: the reconstructions of one attack.

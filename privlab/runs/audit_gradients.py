@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from jaxtyping import Float
 from torch import Tensor
@@ -82,11 +82,11 @@ def audit_gradients(
     images = unknown_images(released.source, content, released.batch_size)
     if labels is not None and len({*labels}) == 1:
         images = tuple(replace(image, label=labels[0], label_origin="released") for image in images)
-    case = AuditCase(spec, AttackGroup(base, tuple(attacks)), refused, [images])
+    by: dict[str, Any] = {}
     if scorer is not None:
-        private = replace(images[0], name=scorer.named.name, sha256=scorer.named.sha256)
+        images = (replace(images[0], name=scorer.named.name, sha256=scorer.named.sha256), *images[1:])
         by = {"public": scorer.public_sha256, "metrics": scorer.metrics, "missing": scorer.missing}
-        case = replace(case, releases=[(private, *images[1:])], **by)
+    case = AuditCase(spec, AttackGroup(base, tuple(attacks)), refused, [images], **by)
     run = RunDirectory.create(out, overwrite=overwrite)
     facts = case.facts(out, released.source, command)
     facts["victim"] = {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params()

@@ -150,8 +150,6 @@ def as_fed(
     defense changed what was fed, and where the reference gives that gradient too and none of the usual preprocessings
     is much nearer to the reconstruction.
 
-    Of the rows of `made` that what was released proves, the one with the least residual is taken for what was fed.
-
     Args:
         scorer: scores by the reference as the victim's preprocessing gives it.
         base: the victim.

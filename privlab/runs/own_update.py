@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks import PatchGradient
-from privlab.attacks.solvers import fit_decay, slot_rows
 from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision, plain_data, unwritable
 from privlab.metrics import correlation, psnr, psnr_affine
 from privlab.release import (
@@ -22,7 +21,7 @@ from privlab.release import (
 )
 from privlab.release.explained import explained_share
 from privlab.release.update_files import label_of_update, update_between
-from privlab.runs.update_diagnosis import fed_pixels, residual_of_pixels
+from privlab.runs.update_diagnosis import decay_shown, fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
 
@@ -233,9 +232,7 @@ def write_line(path: Path, line: Mapping[str, object]) -> None:
 
 def _decays(seen: Observation, client: Client) -> list[float]:
     """Return the shares of the weights that decay took: as it is stated, and as the update shows."""
-    update = {name: u[0] for name, u in seen.gradients.items()}
-    A, E = (slot_rows(seen.model, pe.double()) for pe in (update[_PE], seen.model.vit.get_parameter(_PE).detach()))
-    shown = fit_decay(seen.model, update, A, E, rounds=0)
+    shown = decay_shown(seen, rounds=0)
     return [1 - client.kept_share, shown] if client.is_linear else [shown]
 
 

@@ -192,7 +192,7 @@ class _Search:
     @cached_property
     def lost(self) -> float | None:
         """Return the share of the weights that decay took, as it is fitted; None where it is that of the start."""
-        lost = _lost(self.seen)
+        lost = decay_shown(self.seen)
         decays = abs(lost - (1 - self.start.kept_share)) > _FLOOR * share_of_weights(self.seen)
         return lost if decays else None
 
@@ -400,7 +400,7 @@ def fit_normalisation(seen: Observation, label: int, source: str) -> str | None:
     if _closed_form(seen) is None:
         return None
     with full_precision(), collect_warnings([]):
-        pixels = fed_pixels(seen, _lost(seen))
+        pixels = fed_pixels(seen, decay_shown(seen))
         explained = residual_of_pixels(seen, pixels, label) < EXPLAINED_RESIDUAL
     if not explained or _is_image(pixels * seen.model.std + seen.model.mean):  # the stated normalisation fits
         return None
@@ -476,8 +476,8 @@ def decay_that_takes(client: Client, lost: float) -> float:
     return found
 
 
-def _lost(seen: Observation) -> float:
-    """Return the share of the weights that decay took, as it is fitted."""
+def decay_shown(seen: Observation, rounds: int = 12) -> float:
+    """Return the share of the weights that decay took, as the update shows it after so many Gauss-Newton steps."""
     E = slot_rows(seen.model, seen.model.vit.get_parameter("pos_embed").detach().double())
     update = {name: u[0] for name, u in seen.gradients.items()}
-    return fit_decay(seen.model, update, slot_gradients(seen)[0].double(), E)
+    return fit_decay(seen.model, update, slot_gradients(seen)[0].double(), E, rounds)
