@@ -130,6 +130,9 @@ def test_a_victim_of_ones_own(photos: Tensor) -> None:
         (torch.rand(2, 3, 32, 32), [1], "one label for each of the 2 images"),
         (iter([torch.rand(1, 3, 32, 32)]), None, "twice"),
         (7, None, "Found int"),
+        (torch.rand(2, 3, 32, 32) * 255, None, "divide by 255"),
+        ([torch.rand(3, 32, 32) - 1], None, "Of image 0"),
+        (np.zeros((1, 32, 32, 3)), None, "channels first"),
     ],
 )
 def test_mistakes(images: Any, labels: Any, message: str) -> None:
@@ -137,10 +140,10 @@ def test_mistakes(images: Any, labels: Any, message: str) -> None:
         privlab.attack("cifar_vit", images, labels, **QUICK)
 
 
-def test_a_bad_image_fails_and_no_other(photos: Tensor) -> None:
+def test_a_bad_image_of_a_data_set_fails_and_no_other(photos: Tensor) -> None:
     bad = photos.clone()
     bad[1, 0, 0, 0] = 1.5
-    frame = privlab.attack("cifar_vit", bad, [3, 5, 7], **QUICK).records
+    frame = privlab.attack("cifar_vit", TensorDataset(bad, torch.tensor([3, 5, 7])), **QUICK).records
     assert frame[frame.status == "failed"].image.unique().tolist() == ["image-1"]
     assert "outside [0, 1]" in frame[frame.status == "failed"].reason.iloc[0]
 
@@ -175,6 +178,9 @@ def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: P
     first = run()
     assert [case.options["gamma"] for case in first.results.cases] == [0.1, 0.5]
     assert first.plot("curve", x="gamma").axes
+    table = first.table().query("attack == 'april'")
+    assert table.gamma.tolist() == [0.1, 0.5]
+    assert table.n.tolist() == [3, 3]
     parts = sorted((tmp_path / "grid" / "records").iterdir())
     pd.testing.assert_frame_equal(run().records, first.records)
     assert sorted((tmp_path / "grid" / "records").iterdir()) == parts

@@ -17,7 +17,7 @@ from privlab.evaluation.client_updates import observe_clients, share_out
 from privlab.evaluation.setup import learned_metric
 from privlab.images import NamedImage
 from privlab.release import released_parameters, served, trained_parameters
-from privlab.release.checked import check_names, images_for, labels_for, model_of
+from privlab.release.checked import images_for, labels_for, model_of
 from privlab.threat import (
     Client,
     Draws,
@@ -28,6 +28,7 @@ from privlab.threat import (
     Stack,
 )
 from privlab.victims import Victim, VictimModel, hash_of
+from privlab.victims.closed_form import check_names
 
 Part = Any
 """An attack or a defense: its name, or an instance of any dataclass that has its method."""

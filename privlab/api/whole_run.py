@@ -16,7 +16,7 @@ from torch import nn
 
 from privlab.api.steps import Features, Gradient, Part, Update
 from privlab.base import PrivlabError, pick_device, unknown_name, warn
-from privlab.evaluation import Specification
+from privlab.evaluation import CONTROL, Specification
 from privlab.grids import (
     IN_PROCESS,
     KNOWN,
@@ -122,24 +122,25 @@ def grid(
     axes |= {name: value for name, value in arguments.items() if isinstance(value, list) and name not in _LISTS}
     if empty := [name for name, values in axes.items() if not values]:
         raise PrivlabError(f"A list of a grid needs at least one value. Found none in {empty[0]}.")
-    cases, own = list[Case](), None
+    given, cases = _Given.of(axes["victim"][0], images, labels), list[Case]()
     for point in itertools.product(*axes.values()):
         values = dict(zip(axes, point, strict=True))
-        given = _Given.of(values.pop("victim"), images, labels)
-        own = given.own
-        spec = given.specification(**arguments | values)
+        name = values.pop("victim")
+        spec = replace(given, name=given.name if given.own is not None else name).specification(**arguments | values)
         options = {name: text for name, value in values.items() for name, text in _said(name, value).items()}
         options |= {"victim": spec.models[0]} if len(axes["victim"]) > 1 else {}
-        label = ", ".join(f"{name} {text}" for name, text in options.items()) or spec.models[0]
         runs = tuple(replace(spec, draws=1, draw=spec.draw + i) for i in range(spec.draws))
-        cases += [Case(label, None, runs, options, setting=setting) for setting in spec.settings]
+        for setting in spec.settings:
+            own = options | ({"setting": setting} if len(spec.settings) > 1 else {})
+            label = ", ".join(f"{name} {text}" for name, text in own.items()) or spec.models[0]
+            cases.append(Case(label, None, runs, own, setting=setting))
     metrics = [name for name in cases[0].runs[0].metrics if name in KNOWN]
     columns = tuple(name for name in metrics if name not in beside(metrics))
     how = Options(_engine(cases[0].runs[0], engine, workers), strips=sys.maxsize, **speed)
     with run_directory(out) as path, shown_progress(shown=progress) as show:
         experiment = Experiment(path.name, path.name, None, tuple(cases), Layout(columns))
         device = pick_device(how.device)
-        mine = own_victim(own, cases[0].runs[0], device)
+        mine = own_victim(given.own, cases[0].runs[0], device)
         laid = lay_out(experiment, device, mine, begun=RunDirectory(path).begun())
         run = RunDirectory.create(path, resume=True)
         fill(laid, missing(laid, path, how), run, how, warn=warn, progress=show)
@@ -197,6 +198,11 @@ def run_directory(out: str | Path | None) -> Iterator[Path]:
 def kept_run(path: Path, out: str | Path | None) -> Run:
     """Return the run of a directory; without `out` the directory is removed with the object."""
     run = Run(path)
+    records = run.results.records
+    attacked = records[~records.attack.str.startswith(CONTROL)]
+    for attack, rows in attacked.groupby("attack", sort=False):
+        if (rows.status == "failed").all():
+            warn(f"Attack '{attack}' failed on every image: {rows.reason.iloc[0]}")
     if out is None:
         weakref.finalize(run, shutil.rmtree, path.parent, ignore_errors=True)
     return run

@@ -46,7 +46,9 @@ class Controls:
             PrivlabWarning: if there are too few photographs.
         """
         count = (batch.images.shape[2] // patch) * (batch.images.shape[3] // patch)
-        order = torch.stack([torch.randperm(count, generator=draw) for draw in draws]).to(batch.images.device)
+        drawn = torch.stack([torch.randperm(count, generator=draw) for draw in draws])
+        kept = (drawn == torch.arange(count)).all(1, keepdim=True)  # of few patches, an order that moves none
+        order = torch.where(kept, drawn.roll(1, 1), drawn).to(batch.images.device)
         flat = self.colour.to(batch.images).clamp(0, 1).expand_as(batch.images)
         always = {CONTROLS[2]: permute(batch.images, order, patch), CONTROLS[3]: flat}
         names, photographs = [image.sha256 for image in batch.named], self.public.images

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import marshal
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -54,6 +55,8 @@ def _complete_class(kind_of_part: type, kind: str) -> type:
     elif hasattr(kind_of_part, "release"):
         defaults["variance"] = _measured_variance
     missing = {name: value for name, value in defaults.items() if not hasattr(kind_of_part, name)}
+    if kind_of_part.__module__ == "__main__" or "<locals>" in kind_of_part.__qualname__:
+        missing["_source_sha256"] = source_sha256(kind_of_part)  # worker processes get the class without its source
     if kind_of_part.__hash__ is None:  # a dataclass that is not frozen
         missing["__hash__"] = object.__hash__
     if not missing:
@@ -87,6 +90,8 @@ def source_sha256(kind: type) -> str:
     Args:
         kind: the class.
     """
+    if (known := getattr(kind, "_source_sha256", None)) is not None:
+        return known
     digest = hashlib.sha256()
     for each in (each for each in kind.__mro__ if each is not object):
         try:
@@ -94,5 +99,5 @@ def source_sha256(kind: type) -> str:
         except (OSError, TypeError):
             for name, value in sorted(vars(each).items()):
                 if (code := getattr(value, "__code__", None)) is not None:
-                    digest.update(name.encode() + code.co_code + repr(code.co_consts).encode())
+                    digest.update(name.encode() + marshal.dumps(code))
     return digest.hexdigest()

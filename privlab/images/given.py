@@ -36,6 +36,11 @@ def given_images(images: Given, labels: Sequence[Any] | Tensor | np.ndarray | No
     if isinstance(images, Tensor | np.ndarray) and images.ndim != 4:
         found = " × ".join(map(str, images.shape))
         raise PrivlabError(f"images must be b × c × h × w; one image is images[None]. Found {found}.")
+    values = images if isinstance(images, Tensor | np.ndarray | list | tuple) else ()
+    for place, image in enumerate(values):
+        problem = _problem(torch.as_tensor(image)) if isinstance(image, Tensor | np.ndarray) else None
+        if problem is not None:
+            raise PrivlabError(f"images must be b × c × h × w, of bytes or in [0, 1]. Of image {place}: {problem}")
     if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
         return _sequence(images, labels)
     if not isinstance(images, Iterable) or isinstance(images, Iterator):
@@ -54,7 +59,7 @@ def _sequence(images: Any, labels: Sequence[Any] | Tensor | np.ndarray | None) -
     if not count:
         raise PrivlabError("At least one of images is needed. Found none.")
     if labels is not None and len(labels) != count:
-        raise PrivlabError(f"There must be one label for each of the {count} images. Found {len(labels)} labels.")
+        raise PrivlabError(f"There must be one label for each of the {count} images. Found {len(labels)}.")
     targets = None if labels is None else [_plain(label) for label in labels]
     classes = getattr(images, "classes", None)
     class_names = tuple(map(str, classes)) if isinstance(classes, Sequence) else None
@@ -119,19 +124,32 @@ def _image(image: Any, name: str) -> NamedImage:  # noqa: ANN401
 
 def _of_values(image: Tensor, name: str) -> NamedImage:
     """Return c × h × w values in [0, 1], or bytes, as an image whose hash is over its shape, type and values."""
-    problem = next((text for wrong, text in _PROBLEMS if wrong(image)), None)
-    if problem is not None:
-        return NamedImage(name, "", None, problem=problem.format(" × ".join(map(str, image.shape)), image.dtype))
+    if (problem := _problem(image)) is not None:
+        return NamedImage(name, "", None, problem=problem)
     values = image.detach().cpu().contiguous()
     header = f"{tuple(values.shape)}:{values.dtype}:".encode()
     digest = hashlib.sha256(header + values.numpy().tobytes()).hexdigest()
     return NamedImage(name, digest, values.float() / 255 if values.dtype == torch.uint8 else values.float())
 
 
+def _problem(image: Tensor) -> str | None:
+    """Return why values are no image; None if they are one."""
+    text = next((text for wrong, text in _PROBLEMS if wrong(image)), None)
+    if text is None:
+        return None
+    low, high = (float(value) for value in image.float().aminmax())
+    right = "divide by 255" if low >= 0 and high > 2 else "the model normalises by itself"
+    return text.format(" × ".join(map(str, image.shape)), image.dtype, low, high, right)
+
+
+_OUTSIDE = "found values outside [0, 1], from {2:.4g} to {3:.4g}: {4}."
 _PROBLEMS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
-    (lambda x: x.ndim != 3, "An image is c × h × w. Found {}."),
-    (lambda x: x.shape[0] > 4, "An image has its channels first, c × h × w. Found {}."),
-    (lambda x: x.dtype != torch.uint8 and not x.is_floating_point(), "Values are bytes or in [0, 1]. Found {1}."),
-    (lambda x: x.is_floating_point() and not bool(x.isfinite().all()), "Found a value that is not finite."),
-    (lambda x: x.is_floating_point() and bool(((x < 0) | (x > 1)).any()), "Found values outside [0, 1]."),
+    (lambda x: x.ndim != 3, "an image is c × h × w. Found {0}."),
+    (lambda x: x.shape[0] > 4, "an image has its channels first, c × h × w. Found {0}."),
+    (lambda x: x.dtype != torch.uint8 and not x.is_floating_point(), "values are bytes or in [0, 1]. Found {1}."),
+    (lambda x: x.is_floating_point() and not bool(x.isfinite().all()), "found a value that is not finite."),
+    (
+        lambda x: x.is_floating_point() and bool(((x < 0) | (x > 1)).any()),
+        _OUTSIDE,
+    ),
 )

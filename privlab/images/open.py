@@ -166,7 +166,7 @@ class Preprocessing:
         cut = Compose([resize, CenterCrop(self.size)])(self.convert_colours(pixels))
         return ToTensor()(cut)[: len(self.mean)]
 
-    def _of_values(self, image: Float[Tensor, "c h w"]) -> Float[Tensor, "c h w"]:
+    def _of_values(self, image: Float[Tensor, "c h w"]) -> Float[Tensor, "c y x"]:
         """Return values as they are if they have the input's size, else resized and cropped without rounding."""
         from torchvision.transforms import CenterCrop, InterpolationMode, Resize
 

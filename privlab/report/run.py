@@ -62,14 +62,25 @@ class Run:
         return self.results.facts.get("leaks")
 
     def table(self, geometry: str = "in_place") -> pd.DataFrame:
-        """Return the means over the images: a row for each victim, setting and attack.
+        """Return the means over the images: a row for each victim, setting and attack, and of a grid for each case.
+
+        A grid's table has a column for each argument that was varied.
 
         Args:
             geometry: the layout of the patches that is scored: "in_place", "oracle" or "reassembled".
         """
         from privlab.report.tables import summarise
 
-        return summarise(self.records, self.results.layout.columns, geometry)
+        results, columns = self.results, self.results.layout.columns
+        if "specification" in results.facts:
+            return pd.DataFrame() if results.records.empty else summarise(self.records, columns, geometry)
+        tables = [pd.DataFrame()]
+        for number, case in enumerate(results.cases):
+            own = results.records[results.records.case == number]
+            if len(own):
+                table = summarise(own.drop(columns="case"), columns, geometry)
+                tables.append(table.assign(case=case.label, **case.options))
+        return pd.concat(tables, ignore_index=True)
 
     def images(self, attack: str = "private") -> Float[Tensor, "b c h w"]:
         """Return the images of the first case that the run kept, in 8 bits.

@@ -211,3 +211,6 @@ def test_workers_know_classes_of_this_process(tmp_path: Path) -> None:
     execute(spec, tmp_path / "run", batch_size=1, engine=Engine(workers=2))
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (facts["status"], facts["workers"]) == ("finished", 2)
+    records = privlab.load(tmp_path / "run").records
+    assert set(records[records.attack == "local"].status) == {"ok"}
+    assert records[records.attack == "local"].image.nunique() == 2

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from privlab.base import PrivlabError, check_name
+from privlab.defenses import DEFENSES
 from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import control_of, is_external, names_of, notes, roles_of, score_of, with_columns
 from privlab.report.figures.labels import place_labels
@@ -130,7 +131,9 @@ def _title(case: CaseFacts, option: str) -> str:
     """Return the title of the x axis; for `set = "gaussian-noise.std=0.5"` it is that of std."""
     name, equals, _ = str(case.options[option]).rpartition("=")
     option = name.rpartition(".")[2] if equals else option
-    return _OPTIONS.get(option, option.replace("_", " "))
+    plain = option.replace("_", " ")
+    ours = {*str(case.options.get("defense", "auto")).split("+")} <= {*DEFENSES, "auto"}
+    return _OPTIONS.get(option, plain) if ours else plain  # another's option may mean something else
 
 
 def _group_names(cases: Sequence[CaseFacts], xs: Sequence[float], option: str) -> list[str]:
