@@ -342,8 +342,12 @@ def test_an_image_may_have_a_scale_of_its_own(tried: Admit) -> None:
 
 
 def test_gradients_of_what_is_fed_are_the_models(tried: Admit, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = closed_form._EMBEDDING["unk_embed"]
-    monkeypatch.setitem(closed_form._EMBEDDING, "unk_embed", lambda *args: right(*args) * (1 + 1e-4))
+    right = closed_form._of_embedding
+
+    def wrong(name: str, *args: Any) -> torch.Tensor:
+        return right(name, *args) * (1 + 1e-4 * (name == "unk_embed"))
+
+    monkeypatch.setattr(closed_form, "_of_embedding", wrong)
     assert failed(tried(Mjp(gamma=0.5))) == {"gradients"}
     assert failed(tried(Jigsaw(gamma=0.5))) == set()  # E_unk stands nowhere
 

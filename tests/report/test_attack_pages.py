@@ -48,7 +48,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of `privlab attack` in two settings, on a tiny victim."""
     path = tmp_path_factory.mktemp("run") / "run"
-    attack("vit_ti_mjp", "a,c", attack=ATTACKS, metrics="mse,psnr", images=photos, out=path, **VICTIM)
+    attack("vit_ti_mjp", photos, settings="a,c", attacks=ATTACKS, metrics="mse,psnr", out=path, **VICTIM)
     return path
 
 
