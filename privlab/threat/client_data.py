@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from privlab.patches import inverse, permute_features, restore_features
-from privlab.victims import Feed as Feed
+from privlab.victims.feed import Feed as Feed
 
 
 @dataclass(frozen=True, eq=False)

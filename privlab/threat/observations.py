@@ -19,7 +19,9 @@ from privlab.images import facts_html, images_html
 from privlab.threat.capabilities import Capability
 from privlab.threat.client import Client
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.victims import Feed, VictimModel, released_gradients
+from privlab.victims import VictimModel
+from privlab.victims.closed_form import released_gradients
+from privlab.victims.feed import Feed
 
 
 @dataclass(frozen=True, eq=False)

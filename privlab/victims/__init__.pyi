@@ -10,7 +10,6 @@ from .catalogue import show as show
 from .closed_form import check_names as check_names
 from .closed_form import released_gradients as released_gradients
 from .closed_form import released_parameters as released_parameters
-from .feed import Feed as Feed
 from .first_block import PreNormBlock as PreNormBlock
 from .first_block import first_block as first_block
 from .first_block import why_no_plain_block as why_no_plain_block
