@@ -66,7 +66,7 @@ SEARCHES = {
 
 LOOPS = {
     "prior": Loop(
-        "patch-gradient-prior", "rounds", 1, 4, {"steps": 2}, {("check", "attacks/solvers/prior.py:curvature"): 1}
+        "patch-gradient-prior", "rounds", 1, 4, {"steps": 2}, {("check", "attacks/solvers/prior.py:_weights"): 1}
     ),
     "prior, conjugate gradients": Loop("patch-gradient-prior", "steps", 2, 8, {"rounds": 1}),
     "subspace": Loop("mjp-subspace", "rounds", 1, 4, {"steps": 1}),
