@@ -17,8 +17,8 @@ from privlab.base import PrivlabError, check_name, unknown_name
 from privlab.images.decode import NamedImage, damage_of, image_from_bytes, image_from_pil, one_line
 from privlab.images.sources import ImageSource, Opening, by_turns
 
-_IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
-_LABEL_COLUMNS = ("label", "fine_label")
+IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
+LABEL_COLUMNS = ("label", "fine_label")
 """The columns of a Parquet file in which images and labels are looked for, in this order."""
 
 
@@ -103,11 +103,11 @@ def _torchvision_item(dataset: Any, names: Sequence[str], index: int, bit_depth:
         return NamedImage(name, "", None, problem=damage_of(error))
     image, target, *_ = item if isinstance(item, tuple) else (item, None)
     if isinstance(image, Image.Image):
-        return _with_target(image_from_pil(image, name, bit_depth=bit_depth), target)
-    return _with_target(NamedImage(name, "", None, problem=f"Not an image but a {type(image).__name__}."), target)
+        return with_target(image_from_pil(image, name, bit_depth=bit_depth), target)
+    return with_target(NamedImage(name, "", None, problem=f"Not an image but a {type(image).__name__}."), target)
 
 
-def _with_target(image: NamedImage, target: object) -> NamedImage:
+def with_target(image: NamedImage, target: object) -> NamedImage:
     """Return an image with the label that its target is, or with the classes of a multi-label target.
 
     Test sets without labels give −1, and other tasks give targets that are no class: these images have no label.
@@ -177,7 +177,7 @@ def hugging_face(name: str, how: Opening) -> ImageSource:
         for index, row in enumerate(_rows(rows, name)):
             image, target = row[column], row.get(label_column)
             item = _hugging_face_item(image, image_type, f"{name}/{chosen}/{index}", how.bit_depth)
-            yield _with_target(item, target)
+            yield with_target(item, target)
 
     number = (known.num_examples if known else 0) or None
     return ImageSource(f"Hugging Face {name}/{chosen}", number, class_names, None, read)
@@ -200,10 +200,10 @@ def parquet(path: Path, how: Opening) -> ImageSource:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise PrivlabError(f"'{path}' cannot be read as Parquet: {one_line(error)}.") from error
-    column = next((name for name in _IMAGE_COLUMNS if name in table.column_names), None)
+    column = next((name for name in IMAGE_COLUMNS if name in table.column_names), None)
     if column is None:
         raise PrivlabError(
-            f"'{path}' has no column {', '.join(_IMAGE_COLUMNS)} with images. Found {', '.join(table.column_names)}."
+            f"'{path}' has no column {', '.join(IMAGE_COLUMNS)} with images. Found {', '.join(table.column_names)}."
         )
     if how.split is not None:
         table = _rows_of(table, how.split, path)
@@ -212,7 +212,7 @@ def parquet(path: Path, how: Opening) -> ImageSource:
     if not pa.types.is_binary(kind := table.schema.field(column).type) and not pa.types.is_large_binary(kind):
         raise PrivlabError(f"The column {column} of '{path}' holds {kind}, not bytes of images.")
     data = table[column].combine_chunks()
-    label_column = next((name for name in _LABEL_COLUMNS if name in table.column_names), None)
+    label_column = next((name for name in LABEL_COLUMNS if name in table.column_names), None)
     values = [None] * len(data) if label_column is None else table[label_column].to_pylist()
     labels = _parquet_labels(values, path, how.own_labels)
     rows = by_turns(labels) if how.spread else list(range(len(data)))
@@ -221,7 +221,7 @@ def parquet(path: Path, how: Opening) -> ImageSource:
 
     def at(place: int) -> NamedImage:
         image = image_from_bytes(data[rows[place]].as_py() or b"", names[place], how.bit_depth)
-        return _with_target(image, labels[rows[place]])
+        return with_target(image, labels[rows[place]])
 
     return ImageSource(f"{len(data)} images of {prefix}", len(data), None, names, at=at, container=path)
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.images.datasets import _IMAGE_COLUMNS, _LABEL_COLUMNS, _with_target
+from privlab.images.datasets import IMAGE_COLUMNS, LABEL_COLUMNS, with_target
 from privlab.images.decode import NamedImage, damage_of, image_from_pil, read_image
 from privlab.images.sources import ImageSource
 
@@ -77,7 +77,7 @@ def _item(images: Any, targets: Sequence[Any] | None, names: Sequence[str], plac
         found = _image(image, names[place])
     except Exception as error:
         return NamedImage(names[place], "", None, problem=damage_of(error))
-    return _with_target(found, target if targets is None else targets[place])
+    return with_target(found, target if targets is None else targets[place])
 
 
 def _batches(batches: Iterable[Any]) -> Iterator[NamedImage]:
@@ -85,17 +85,17 @@ def _batches(batches: Iterable[Any]) -> Iterator[NamedImage]:
     for batch in batches:
         images, labels = _split(batch)
         for i, image in enumerate(images):
-            yield _with_target(_image(image, f"image-{place}"), None if labels is None else _plain(labels[i]))
+            yield with_target(_image(image, f"image-{place}"), None if labels is None else _plain(labels[i]))
             place += 1
 
 
 def _split(item: Any) -> tuple[Any, Any]:  # noqa: ANN401
     """Return the image and the label of an item: a pair, columns by name, or an image alone."""
     if isinstance(item, Mapping):
-        image = next((item[name] for name in (*_IMAGE_COLUMNS, "pixel_values") if name in item), None)
-        label = next((item[name] for name in (*_LABEL_COLUMNS, "labels") if name in item), None)
+        image = next((item[name] for name in (*IMAGE_COLUMNS, "pixel_values") if name in item), None)
+        label = next((item[name] for name in (*LABEL_COLUMNS, "labels") if name in item), None)
         if image is None:
-            raise PrivlabError(f"an item needs a column {', '.join(_IMAGE_COLUMNS)}; found {', '.join(map(str, item))}")
+            raise PrivlabError(f"an item needs a column {', '.join(IMAGE_COLUMNS)}; found {', '.join(map(str, item))}")
         return image, _plain(label)
     if isinstance(item, tuple | list) and len(item) > 1:
         return item[0], _plain(item[1])
