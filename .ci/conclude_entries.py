@@ -2,10 +2,11 @@
 
     python .ci/conclude_entries.py
 
-It writes two files of `experiments/benchmark/concluded`. `identity.json` says how often the photograph of an entry is
-told among candidates, from what `privlab identify` printed into `experiments/benchmark/identity`. `standing.json` holds
-the rows of the table, which `privlab benchmark list` reads while the files are those that it was made from. Run this
-after a result file, a file of `identify` or the rule has changed; `tests/benchmark/test_standing.py` says when.
+It writes two files of `experiments/benchmark/concluded`. `identity.json` says how often the photograph behind an entry
+is recognised among candidates, from what `privlab identify` printed into `experiments/benchmark/identity`.
+`standing.json` holds the rows of the table, which `privlab benchmark list` reads while the files are those that it was
+made from. Run this after a result file, a file of `identify` or the rule has changed;
+`tests/benchmark/test_standing.py` says when.
 """
 
 import json
@@ -22,7 +23,7 @@ from privlab.evaluation import CONTROL
 
 
 def told(folder: Path) -> dict[tuple[str, str], Told]:
-    """Return how often the photograph of each entry is told, by track and name, from what `privlab identify` printed.
+    """Return how often the photograph behind each entry is recognised among candidates, by track and name.
 
     The table of a file TABLE-pictures.json or TABLE-releases.json has a case for each entry, with the track as its
     group and the name as its label. Of several features, attacks and files the one with the highest rate among the most
@@ -32,7 +33,7 @@ def told(folder: Path) -> dict[tuple[str, str], Told]:
         folder: of the files, each the output of `privlab identify runs/TABLE … --json`.
 
     Raises:
-        PrivlabError: if a file has no such rows, or is of no entry of this package.
+        PrivlabError: if a file has no rows of `privlab identify`, or names an entry that this package does not have.
     """
     cards = [card for track in TRACKS for card in defense_entries(track)]
     known = {f"{card.track} {card.name}": (card.track, card.name) for card in cards}
