@@ -49,6 +49,14 @@ def test_gradients_step_by_step(photos: Tensor) -> None:
     assert not torch.equal(seen.gradients[name], other.gradients[name])
 
 
+def test_the_batch_changes_no_bit_of_a_shuffled_image_s_gradient(photos: Tensor) -> None:
+    victim, mjp, labels = privlab.victim("cifar_vit_mjp27"), Mjp(gamma=0.27), torch.tensor([3, 7, 1])
+    seen = privlab.observe(victim, photos, labels, defense=mjp)
+    for i in range(3):
+        alone = privlab.observe(victim, photos[i : i + 1], labels[i : i + 1], defense=mjp)
+        assert all(torch.equal(g[0], seen.gradients[name][i]) for name, g in alone.gradients.items())
+
+
 def test_an_update_and_features_step_by_step(photos: Tensor, photographs: Any) -> None:
     victim = privlab.victim("cifar_vit")
     client = privlab.Client(lr=0.01, steps=2)

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 from torch import nn
 
-from privlab.api.steps import Features, Gradient, Part, Update
+from privlab.api.steps import Part
 from privlab.base import PrivlabError, pick_device, unknown_name, warn
 from privlab.evaluation import CONTROL, Specification
 from privlab.grids import (
@@ -34,6 +34,7 @@ from privlab.images.given import given_images
 from privlab.report.run import Run
 from privlab.runs import execute, own_victim, shown_progress, specify
 from privlab.stores import RunDirectory
+from privlab.threat import Features, Gradient, Release, Update
 from privlab.victims import Victim, check_plain
 
 
@@ -45,7 +46,7 @@ def attack(
     settings: str | Sequence[str] | None = None,
     attacks: Part | Sequence[Part] | None = None,
     defense: Part | Sequence[Part] = "auto",
-    release: Gradient | Features | Update | str | None = None,
+    release: Release | str | None = None,
     metrics: str | Sequence[str] | None = None,
     workers: int = 1,
     engine: str = "local",
@@ -223,7 +224,7 @@ def _is_named(images: Any) -> bool:  # noqa: ANN401
     return isinstance(several, list | tuple) and all(isinstance(each, str | Path) for each in several)
 
 
-def _stated_release(release: Gradient | Features | Update | str | None) -> dict[str, Any]:
+def _stated_release(release: Release | str | None) -> dict[str, Any]:
     """Return a release as fields of the specification."""
     match release:
         case str():

@@ -1,6 +1,8 @@
 """One attack on one batch: it may come from another package, so what it returns is checked before it is used."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,7 +16,56 @@ from privlab.threat import (
     Observation,
     Reconstruction,
     attack_declarations,
+    check_capabilities,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """One attack on an observation: what it reconstructed, and the seconds it took; or why it failed.
+
+    `beyond` says for each release why it is outside the range in which the attack is exact; None where it is within.
+    """
+
+    reconstruction: Reconstruction | None
+    seconds: float = 0.0
+    reason: str | None = None
+    beyond: tuple[str | None, ...] = ()
+
+
+def timed(work: Callable[[], Reconstruction]) -> tuple[Reconstruction, float]:
+    """Return a reconstruction, and the seconds that it took."""
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start
+
+
+def attempt(
+    attack: Attack | FeatureAttack,
+    seen: Observation | FeatureObservation,
+    run: Callable[[Callable[[], Reconstruction]], tuple[Reconstruction, float]] = timed,
+    *,
+    force: bool = False,
+) -> Attempt:
+    """Run an attack, and return what came of it; an attack may fail in any way, and the run goes on.
+
+    An error is not passed on: its traceback would hold the tensors of the batch.
+
+    Args:
+        attack: reads an observation of this kind.
+        seen: what was released.
+        run: calls its argument, and returns the result with the seconds that it took.
+        force: whether the attack may run without a capability that can be forced.
+    """
+    beyond: tuple[str | None, ...] = ()
+    try:
+        if Capability.AUXILIARY_IMAGES in attack.requires:  # all may be private here, and there are none then
+            check_capabilities(attack, seen.grants, force=force)
+        read = as_read(attack, seen)
+        beyond = tuple(beyond_range(attack, release) for release in read.each())
+        reconstruction, seconds = run(lambda: attack_batch(attack, read))
+    except Exception as error:
+        return Attempt(None, reason=reason_of(attack, error), beyond=beyond)
+    return Attempt(reconstruction, seconds, beyond=beyond)
 
 
 def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Reconstruction:

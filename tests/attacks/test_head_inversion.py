@@ -9,7 +9,7 @@ from torch import Tensor
 
 from privlab.attacks import HeadInversion
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.evaluation.client_updates import explained_by
+from privlab.evaluation.scoring import explained_by
 from privlab.release import observe, observe_updates
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel

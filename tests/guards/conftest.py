@@ -19,9 +19,10 @@ from privlab.evaluation import (
     Specification,
     Trial,
     applicable,
+    check,
     default_attacks,
+    observing,
 )
-from privlab.evaluation import pipeline as evaluate
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.threat import FeatureObservation, Observation, Reconstruction, attack_declarations
 from privlab.victims import Victim, VictimModel, Weights
@@ -129,7 +130,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
 
 def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | None) -> None:
     """Note what passes between the parts of the pipeline."""
-    brought, trial_of, again, controls = evaluate.attack_batch, Evaluator._trial, Evaluator._again, Evaluator._controls
+    brought, trial_of, again, controls = check.attack_batch, Evaluator._trial, Evaluator._again, Evaluator._controls
     laid_by, score = Scorer.laid, Scorer.score
     scored: list[Tensor] = []
     names_of: list[str] = []
@@ -179,10 +180,9 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
         watched.controls.append(scored[::2] if len(scored) > 3 else [*scored])  # the oracle's stand between them
         return found
 
-    patch.setattr(evaluate, "observe", observed(evaluate.observe))
-    patch.setattr(evaluate, "observe_clients", observed(evaluate.observe_clients))
-    patch.setattr(evaluate, "observe_features", observed(evaluate.observe_features))
-    patch.setattr(evaluate, "attack_batch", called)
+    for name in ("observe", "observe_updates", "observe_features"):
+        patch.setattr(observing, name, observed(getattr(observing, name)))
+    patch.setattr(check, "attack_batch", called)
     patch.setattr(Evaluator, "_trial", made_trial)
     patch.setattr(Evaluator, "_again", scored_again)
     patch.setattr(Evaluator, "_controls", controlled)

@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 from privlab.attacks import PatchUpdate
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise, GradientPruning, PercentilePrivacy
-from privlab.evaluation.client_updates import explained_by
+from privlab.evaluation.scoring import explained_by
 from privlab.release import EXPLAINED_RESIDUAL, exact_entries, labels_that_rise, observe_updates, scale_of
 from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
 from privlab.release.update_files import label_of_update
