@@ -84,7 +84,7 @@ def observe(
     if parameters is None:
         released = released_parameters(model)
         parameters = trained_parameters(model, release.client) if isinstance(release, Update) else released
-    return clients.observe(model, trial, batch, sorted(parameters), own)
+    return clients.observe(model, trial, sorted(parameters), own)
 
 
 def _batch(model: VictimModel, x: Float[Tensor, "b c h w"], labels: Any) -> Batch:  # noqa: ANN401

@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 
 from privlab.base import draw_for
 from privlab.evaluation.batch import Batch, Seen
+from privlab.evaluation.records import Record
 from privlab.evaluation.specification import shuffles
 from privlab.release import observe, observe_features, observe_updates, send
 from privlab.threat import (
@@ -29,21 +30,34 @@ from privlab.victims import VictimModel
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One batch in one setting: what is fed and sent, and what a reconstruction is compared with.
+    """One batch in one setting: what is fed and sent, what a reconstruction is compared with, and what is released.
 
-    `known` marks the slots that the adversary knows to hold their own patch; it is None where the release does not say.
+    `seen` is what the adversary sees; None before it is observed. `facts` are what the rows of each image state of the
+    release. `known` marks the slots that the adversary knows to hold their own patch; None where `seen` does not say.
     """
 
     setting: str
+    batch: Batch
     feed: Feed
     reference: Float[Tensor, "b c h w"]
     sent: Sent | None = None  # None: gradients are released
+    seen: Seen | None = None
+    facts: Sequence[Record] = ()
     known: Bool[Tensor, "b n"] | None = None
 
-    def take(self, rows: Sequence[int]) -> "Trial":
-        """Return the trial of some of the images, whose gradients are released."""
-        known = None if self.known is None else self.known[rows]
-        return Trial(self.setting, self.feed.take(rows), self.reference[rows], known=known)
+    def take(self, rows: Sequence[int], seen: Seen) -> "Trial":
+        """Return the trial of some of the images, of which `seen` is what the adversary sees; of features, of all."""
+        if len(rows) == len(self.batch.named):
+            return replace(self, seen=seen)
+        return Trial(
+            self.setting,
+            self.batch.take(rows),
+            self.feed.take(rows),
+            self.reference[rows],
+            seen=seen,
+            facts=[self.facts[i] for i in rows],
+            known=None if self.known is None else self.known[rows],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +89,12 @@ class Clients:
         sent = None
         if isinstance(self.release, Features):
             sent = send(model, feed, self.defense, draws, self.release.cut_layer)
-        return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
+        return Trial(setting, batch, feed, feed.images if setting == "b" else batch.images, sent)
 
     def observe(
         self,
         model: VictimModel,
         trial: Trial,
-        batch: Batch,
         parameters: Iterable[str],
         public: Float[Tensor, "m c h w"] | None,
     ) -> Seen:
@@ -89,16 +102,15 @@ class Clients:
 
         Args:
             model: the victim's model, or a variant of it with another first block.
-            trial: what is fed and sent.
-            batch: the private images; the clients know their labels.
+            trial: the private images with their labels, which the clients know, and what is fed and sent.
             parameters: the names of the gradients or updates that the attacks read.
             public: images of the adversary's own; None if it has none.
         """
         if isinstance(self.release, Features):
             assert trial.sent is not None
-            own = batch.images[:0] if public is None else public
+            own = trial.batch.images[:0] if public is None else public
             return observe_features(model, trial.sent, self.defense, own, self.release.cut_layer)
-        B = self._images(batch)
+        batch, B = trial.batch, self._images(trial.batch)
         if isinstance(self.release, Update):
             client = share_out(self.release.client, B)
             draws = batch.release_draws(self.seed, self.draw, client.images)
@@ -106,13 +118,12 @@ class Clients:
             data = [ClientData(*each) for each in zip(images, labels, draws, strict=True)]
             return observe_updates(model, client, data, {*parameters, "head.weight", "head.bias"}, self.defense.parts)
         draws = batch.release_draws(self.seed, self.draw, B)
-        return self._gradients(model, trial, batch, list(parameters), draws, public)
+        return self._gradients(model, trial, list(parameters), draws, public)
 
     def _gradients(
         self,
         model: VictimModel,
         trial: Trial,
-        batch: Batch,
         parameters: list[str],
         draws: Sequence[Generator],
         public: Float[Tensor, "m c h w"] | None,
@@ -122,13 +133,14 @@ class Clients:
         A product over a batch rounds otherwise than that of one image, and closed forms enlarge the difference: re-
         assembly may then put the same image in another order in the company of other images.
         """
-        b, B = len(batch.named), self._images(batch)
+        labels, B = trial.batch.labels, self._images(trial.batch)
+        b = len(labels)
         size = B if shuffles(self.release, model, self.defense) else b
         seen = [
             observe(
                 model,
                 trial.feed.take(slice(i, i + size)),
-                batch.labels[i : i + size],
+                labels[i : i + size],
                 parameters,
                 self.defense.parts,
                 draws[i // B : (i + size) // B],

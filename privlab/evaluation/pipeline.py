@@ -33,6 +33,7 @@ from privlab.threat import (
     FeatureAttack,
     Observation,
     Reconstruction,
+    Sent,
     attack_declarations,
 )
 from privlab.victims import Victim
@@ -76,24 +77,6 @@ class Scored:
 
 
 @dataclass(frozen=True, eq=False)
-class Released:
-    """What was released of a batch in one setting: what is private of it, what the adversary sees, and facts for rows.
-
-    `facts` are what the rows of each image state of the release.
-    """
-
-    trial: Trial
-    batch: Batch
-    seen: Seen
-    facts: Sequence[Record]
-
-    def take(self, rows: Sequence[int], seen: Seen) -> "Released":
-        """Return what was released of some of the images, of which the adversary sees `seen`."""
-        trial = self.trial if len(rows) == len(self.facts) else self.trial.take(rows)
-        return Released(trial, self.batch.take(rows), seen, [self.facts[i] for i in rows])
-
-
-@dataclass(frozen=True, eq=False)
 class Evaluator:
     """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
 
@@ -134,10 +117,10 @@ class Evaluator:
             kept.clear()
         for setting in self.spec.settings if batch.named else ():
             trial = self._trial(setting, batch)
-            records += self._controls(trial, batch) if self.controls else []
-            self._show_private(trial, batch)
+            records += self._controls(trial) if self.controls else []
+            self._show_private(trial)
             for group in self.groups:
-                records += self._run(group, trial, batch)
+                records += self._run(group, trial)
         return Scored(records, self._strips(batch) if self.strips else [], dict(self._reconstructions))
 
     @cached_property
@@ -162,28 +145,21 @@ class Evaluator:
         """Return what the clients feed and send, and the reference of the setting."""
         return self._clients(setting).trial(self.base.model, batch, setting)
 
-    def _observe(self, group: AttackGroup, trial: Trial, batch: Batch) -> Seen:
+    def _observe(self, group: AttackGroup, trial: Trial) -> Seen:
         """Return what the adversary sees of a batch."""
-        clients, public = self._clients(trial.setting), self._public_to(batch)
-        return clients.observe(group.victim.model, trial, batch, group.parameters, public)
+        clients, public = self._clients(trial.setting), self._public_to(trial.batch)
+        return clients.observe(group.victim.model, trial, group.parameters, public)
 
-    def _released(self, group: AttackGroup, trial: Trial, batch: Batch) -> tuple[Released, list[bool]]:
-        """Return what is released of a batch, and for each image whether that is sound, so that it can be attacked."""
-        if trial.sent is None:
-            seen, facts, sound = self._gradients(group, trial, batch)
-            if "reassembled" in self.rows.geometries(trial.setting):
-                trial = replace(trial, known=known_slots(seen))
-        else:
-            seen, facts, sound = self._features(group, trial, batch)
-        return Released(trial, batch, seen, facts), sound
+    def _observed(self, group: AttackGroup, trial: Trial) -> tuple[Trial, list[bool]]:
+        """Return the trial with what is seen of it, and for each image whether that is sound and can be attacked."""
+        return self._gradients(group, trial) if trial.sent is None else self._features(group, trial, trial.sent)
 
-    def _gradients(
-        self, group: AttackGroup, trial: Trial, batch: Batch
-    ) -> tuple[Observation, list[Record], list[bool]]:
-        """Observe released gradients; return the observation, facts for each image's rows, and the usable images."""
+    def _gradients(self, group: AttackGroup, trial: Trial) -> tuple[Trial, list[bool]]:
+        """Observe released gradients, and note their size."""
+        batch = trial.batch
         B = batch.images_per_release(self.spec.together)
         key = (trial.setting, group.victim.block, batch.together)
-        seen, seconds = self._once(key, lambda: self._observe(group, trial, batch))
+        seen, seconds = self._once(key, lambda: self._observe(group, trial))
         assert isinstance(seen, Observation)
         step = 1 if self.rows.shuffled(trial.setting) else len(batch.named)  # alone, as `Clients` observes them
         norm = torch.cat([_norms(seen.gradients, slice(i, i + step)) for i in range(0, len(batch.named) // B, step)])
@@ -193,13 +169,13 @@ class Evaluator:
             | batch.stated(self.spec.together)
             for size in norm.tolist()
         ]
-        return seen, facts, (norm.isfinite() & (norm > 0)).tolist()
+        known = known_slots(seen) if "reassembled" in self.rows.geometries(trial.setting) else None
+        return replace(trial, seen=seen, facts=facts, known=known), (norm.isfinite() & (norm > 0)).tolist()
 
-    def _features(self, group: AttackGroup, trial: Trial, batch: Batch) -> tuple[Seen, list[Record], list[bool]]:
+    def _features(self, group: AttackGroup, trial: Trial, sent: Sent) -> tuple[Trial, list[bool]]:
         """Observe released features, and note what the defense costs the client: whether its prediction is right."""
-        model, sent = self.base.model, trial.sent
-        assert sent is not None
-        seen = self._observe(group, trial, batch)
+        model, batch = self.base.model, trial.batch
+        seen = self._observe(group, trial)
         logits, seconds = self._timed(lambda: predictions(model, sent, self.spec.cut_layer))
         right = (logits.argmax(1) == batch.labels).double().tolist()
         facts: list[Record] = [
@@ -211,7 +187,7 @@ class Evaluator:
             }
             for image, value in zip(batch.named, right, strict=True)
         ]
-        return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
+        return replace(trial, seen=seen, facts=facts), [bool(sent.features.isfinite().all())] * len(right)
 
     def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
         """Return the adversary's images: the public ones without those of the batch and other crops of their files."""
@@ -245,52 +221,56 @@ class Evaluator:
 
     # Attack
 
-    def _run(self, group: AttackGroup, trial: Trial, batch: Batch) -> list[Record]:
+    def _run(self, group: AttackGroup, trial: Trial) -> list[Record]:
         """Observe one batch, run all attacks of the group on it, and return the records; panels are added to strips."""
         if self.kept is not None:
-            return self._again(group, trial, batch, self.kept)
-        released, sound = self._released(group, trial, batch)
+            return self._again(group, trial, self.kept)
+        trial, sound = self._observed(group, trial)
+        seen = trial.seen
+        assert seen is not None
         filters = self.rows.defenses[trial.setting].on_gradients
         records = [
             row | fact | _failed(unsound_release(self.spec.client_release, filters))
-            for image, fact, fine in zip(batch.named, released.facts, sound, strict=True)
+            for image, fact, fine in zip(trial.batch.named, trial.facts, sound, strict=True)
             for row in ([] if fine else self.rows.of(image, trial.setting, group))
         ]
         usable = [i for i, fine in enumerate(sound) if fine]
         if not usable:
             return records
-        if isinstance(released.seen, Observation) and len(usable) < len(sound):
-            released = released.take(usable, released.seen.take(usable))
+        if isinstance(seen, Observation) and len(usable) < len(sound):
+            seen = seen.take(usable)
+            trial = trial.take(usable, seen)
         groups = {
-            one_key: attacked_together(released.seen, released.batch, self.base.preprocessing, one_key=one_key)
+            one_key: attacked_together(seen, trial.batch, self.base.preprocessing, one_key=one_key)
             for one_key in {attack_declarations(attack).one_key for attack in group.attacks}
         }
         for attack in group.attacks:
             declared = attack_declarations(attack)
             alone, together = replace(group, attacks=(attack,)), groups[declared.one_key]
             if self.rows.shuffled(trial.setting) and declared.effort == "quick" and not declared.one_key:
-                together = [part for places, seen in together for part in each_release(places, seen)]
+                together = [part for places, own in together for part in each_release(places, own)]
             outcomes: dict[int, list[Record]] = {}
-            for places, seen in together:
-                outcomes |= dict(zip(places, self._attack(alone, attack, released.take(places, seen)), strict=True))
-            for i, (image, fact) in enumerate(zip(released.batch.named, released.facts, strict=True)):
+            for places, own in together:
+                outcomes |= dict(zip(places, self._attack(alone, attack, trial.take(places, own)), strict=True))
+            for i, (image, fact) in enumerate(zip(trial.batch.named, trial.facts, strict=True)):
                 rows = self.rows.of(image, trial.setting, alone)
                 records += [row | fact | of_row for row, of_row in zip(rows, outcomes[i], strict=True)]
         return records
 
-    def _attack(self, group: AttackGroup, attack: Attack | FeatureAttack, released: Released) -> list[list[Record]]:
+    def _attack(self, group: AttackGroup, attack: Attack | FeatureAttack, trial: Trial) -> list[list[Record]]:
         """Return for each image what its rows say of an attack, one record for each geometry.
 
         An attack may fail in any way: its rows then say so, and the run goes on. If a batch of gradients fails, the
         attack runs again image by image, so that no image fails because of its neighbours.
         """
-        trial, batch, seen = released.trial, released.batch, released.seen
-        b, B = len(batch.named), seen.images_per_release if isinstance(seen, Observation) else 1
+        seen, b = trial.seen, len(trial.batch.named)
+        assert seen is not None
+        B = seen.images_per_release if isinstance(seen, Observation) else 1
         names = self.rows.geometries(trial.setting)
-        made = self._attempt(group, attack, released)
+        made = self._attempt(group, attack, trial, seen)
         if made.reconstruction is None:  # the error is gone by now, and with it the tensors that it held on a GPU
             if b > 1 and B == 1 and isinstance(seen, Observation):
-                each = [released.take(rows, one) for rows, one in each_release([*range(b)], seen)]
+                each = [trial.take(places, one) for places, one in each_release([*range(b)], seen)]
                 return [self._attack(group, attack, one)[0] for one in each]
             return [[_failed(made.reason or "failed")] * len(names)] * b
         reconstruction = made.reconstruction
@@ -310,23 +290,23 @@ class Evaluator:
             )
         key = self.rows.cells(trial.setting, [group])[attack.name]
         if self.keep:
-            shas = [image.sha256 for image in batch.named]
+            shas = [image.sha256 for image in trial.batch.named]
             self._reconstructions.update((f"{key}/{sha}", reconstruction.take(i)) for i, sha in enumerate(shas))
         where = "features" if trial.sent else f"{group.victim.block} block"
         captions = [_caption(where, attack.name, outcome[0]) for outcome in outcomes]
-        self._show(trial, batch, key, reconstruction.images, captions)
+        self._show(trial, key, reconstruction.images, captions)
         if laid is not None:
             captions = [_caption(where, f"{attack.name} (reassembled)", outcome[-1]) for outcome in outcomes]
-            self._show(trial, batch, f"{key}-reassembled", laid, captions)
+            self._show(trial, f"{key}-reassembled", laid, captions)
         return outcomes
 
-    def _attempt(self, group: AttackGroup, attack: Attack | FeatureAttack, released: Released) -> Attempt:
+    def _attempt(self, group: AttackGroup, attack: Attack | FeatureAttack, trial: Trial, seen: Seen) -> Attempt:
         """Run an attack, and return its reconstructions in the order of the images.
 
         The single reconstruction of an attack for one image that was forced on the gradient of several is compared
         with each of them.
         """
-        trial, batch, seen = released.trial, released.batch, released.seen
+        batch = trial.batch
         key = (trial.setting, group.victim.block, batch.together, attack.name)
         made = attempt(attack, seen, lambda work: self._once(key, work), force=self.spec.force)
         if made.reconstruction is None:
@@ -336,14 +316,13 @@ class Evaluator:
             found = Reconstruction.join([found] * len(batch.named))
         return replace(made, reconstruction=self._assigned(found, trial, several=several))
 
-    def _again(
-        self, group: AttackGroup, trial: Trial, batch: Batch, kept: Mapping[str, Reconstruction]
-    ) -> list[Record]:
+    def _again(self, group: AttackGroup, trial: Trial, kept: Mapping[str, Reconstruction]) -> list[Record]:
         """Score the kept reconstructions of an earlier run."""
+        batch = trial.batch
         records, own = [], batch.stated(self.spec.together)
         names = self.rows.geometries(trial.setting)
         if "reassembled" in names:
-            trial = replace(trial, known=known_slots(self._gradients(group, trial, batch)[0]))
+            trial, _ = self._gradients(group, trial)
         for attack in group.attacks:
             alone = replace(group, attacks=(attack,))
             rows = [self.rows.of(image, trial.setting, alone) for image in batch.named]
@@ -372,12 +351,12 @@ class Evaluator:
         """Return scores with the names of the metrics that were measured, those without a value included."""
         return scores | {"metrics": " ".join(sorted(self.metrics))}
 
-    def _controls(self, trial: Trial, batch: Batch) -> list[Record]:
+    def _controls(self, trial: Trial) -> list[Record]:
         """Score negative controls as reconstructions are scored: assigned, rounded, and under the oracle.
 
         Shuffled patches have no row under the oracle, which would turn them into the private image.
         """
-        several = trial.sent is None and self.spec.together is not None
+        batch, several = trial.batch, trial.sent is None and self.spec.together is not None
         together = several or (trial.sent is not None and crosses(trial.sent))
         draws = batch.draws(self.spec.seed, "control", self.spec.draw)
         records, moved = [], self._scorer.moved(trial).any(1).tolist()
@@ -417,25 +396,25 @@ class Evaluator:
 
     # Show
 
-    def _show(self, trial: Trial, batch: Batch, name: str, images: Tensor, captions: Sequence[str]) -> None:
+    def _show(self, trial: Trial, name: str, images: Tensor, captions: Sequence[str]) -> None:
         """Add one image to the strip of each private image; the images leave the device together."""
         if self.strips:
-            for private, image, caption in zip(batch.named, images.cpu(), captions, strict=True):
+            for private, image, caption in zip(trial.batch.named, images.cpu(), captions, strict=True):
                 panels = self._panels[trial.setting, private.sha256]
                 panels.append(Panel(name, image, tuple(caption.split("\n"))))
 
-    def _show_private(self, trial: Trial, batch: Batch) -> None:
+    def _show_private(self, trial: Trial) -> None:
         """Begin the row of each image's strip: the private image, what is fed, and what is sent."""
-        b, setting = len(batch.named), trial.setting
+        b, setting = len(trial.batch.named), trial.setting
         own = self.rows.cells(setting, [])[CONTROLS[0]]
-        self._show(trial, batch, f"{own}-private", batch.images, ["private image"] * b)
+        self._show(trial, f"{own}-private", trial.batch.images, ["private image"] * b)
         told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
         if self.spec.local_training is not None and self.rows.defenses[setting].changes_images:
             told = f"private, setting {setting}\nchanged anew in each step"
-        self._show(trial, batch, f"{own}-fed", trial.feed.images, [told] * b)
+        self._show(trial, f"{own}-fed", trial.feed.images, [told] * b)
         if trial.sent is not None:
             rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
-            self._show(trial, batch, f"{own}-sent", rows_sent, ["rows in the order sent"] * b)
+            self._show(trial, f"{own}-sent", rows_sent, ["rows in the order sent"] * b)
 
     def _strips(self, batch: Batch) -> list[Strip]:
         """Return the strip of each image, with a row of panels for each setting."""

@@ -108,7 +108,7 @@ def _released(spec: Specification, base: Victim, batch: Batch, stack: Stack) -> 
     """Return what a client releases of each image, by the names of parameters; it draws as it does in a run."""
     clients = Clients(spec.client_release, stack, spec.seed, spec.draw, base.weights.sha256)
     trial = clients.trial(base.model, batch, spec.settings[0])
-    seen = clients.observe(base.model, trial, batch, released_parameters(base.model), None)
+    seen = clients.observe(base.model, trial, released_parameters(base.model), None)
     assert isinstance(seen, Observation)
     return seen.gradients
 

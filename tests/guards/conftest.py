@@ -40,7 +40,7 @@ class Watched:
 
     called: list[tuple[Any, Observation | FeatureObservation]] = field(default_factory=list)
     images: dict[tuple[str, str, str], list[Tensor]] = field(default_factory=dict)
-    trials: list[tuple[Trial, Batch]] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
     controls: list[list[Tensor]] = field(default_factory=list)
     observed: list[Any] = field(default_factory=list)
     scored: Scored | None = None
@@ -145,7 +145,7 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
 
     def made_trial(self: Evaluator, setting: str, batch: Batch) -> Trial:
         trial = trial_of(self, setting, batch)
-        watched.trials.append((trial, batch))
+        watched.trials.append(trial)
         return trial
 
     def called(attack: Any, observation: Any) -> Reconstruction:
@@ -174,9 +174,9 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
         del names_of[: len(names_of) > 1]
         return found
 
-    def controlled(self: Evaluator, trial: Trial, batch: Batch) -> Any:
+    def controlled(self: Evaluator, trial: Trial) -> Any:
         scored.clear()
-        found = controls(self, trial, batch)
+        found = controls(self, trial)
         watched.controls.append(scored[::2] if len(scored) > 3 else [*scored])  # the oracle's stand between them
         return found
 
