@@ -1,9 +1,12 @@
 """One attack on one batch: it may come from another package, so what it returns is checked before it is used."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from privlab.base import PrivlabError, full_precision, memory_ended
@@ -77,8 +80,14 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     Raises:
         PrivlabError: if it returns anything else; what the attack itself raises goes on.
     """
-    with full_precision():
-        reconstruction = Reconstruction.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
+    foreign = not type(attack).__module__.startswith("privlab.attacks.")
+    with full_precision(), _unchanged(seen) if foreign else nullcontext():
+        made: Any = attack(seen)  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
+    if not isinstance(made, Tensor | Reconstruction):
+        raise PrivlabError(f"the attack returned {type(made).__name__} instead of a tensor or a Reconstruction")
+    reconstruction = Reconstruction.of(made)
+    if (found := reconstruction.images.device) != (device := seen.model.mean.device):
+        raise PrivlabError(f"the attack returned images on {found} instead of {device}")
     if isinstance(seen, FeatureObservation):
         count = len(seen.features)
     else:
@@ -86,6 +95,35 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
         count = len(next(iter(seen.gradients.values()))) * (1 if alone else seen.images_per_release)
     check_reconstruction(reconstruction.images, (count, *seen.model.image_shape))
     return reconstruction
+
+
+@contextmanager
+def _unchanged(seen: Observation | FeatureObservation) -> Iterator[None]:
+    """Put back what an attack of somebody else changes of an observation in place, as other attacks read it too.
+
+    Raises:
+        PrivlabError: if it changed the model or what was released.
+    """
+    model = seen.model
+    released = {"features": seen.features} if isinstance(seen, FeatureObservation) else seen.gradients
+    before = [(tensor, tensor.detach().clone()) for tensor in (*model.state_dict().values(), *released.values())]
+    modes = [(module, module.training) for module in model.modules()]
+    followed = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        changed = [(tensor, own) for tensor, own in before if not torch.equal(tensor, own)]
+        changed_modes = [(module, mode) for module, mode in modes if module.training != mode]
+        changed_parameters = [(parameter, mode) for parameter, mode in followed if parameter.requires_grad != mode]
+        with torch.no_grad():
+            for tensor, own in changed:
+                tensor.copy_(own)
+        for module, mode in changed_modes:
+            module.training = mode
+        for parameter, mode in changed_parameters:
+            parameter.requires_grad_(mode)
+    if changed or changed_modes or changed_parameters:
+        raise PrivlabError("the attack changed the model or what was released: let it change a copy (copy.deepcopy)")
 
 
 def reason_of(attack: Attack | FeatureAttack, error: Exception) -> str:

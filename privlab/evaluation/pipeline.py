@@ -271,7 +271,9 @@ class Evaluator:
         if made.reconstruction is None:  # the error is gone by now, and with it the tensors that it held on a GPU
             if b > 1 and B == 1 and isinstance(seen, Observation):
                 each = [trial.take(places, one) for places, one in each_release([*range(b)], seen)]
-                return [self._attack(group, attack, one)[0] for one in each]
+                alone = [self._attack(group, attack, one)[0] for one in each]
+                if any(rows[0].get("status") != "failed" for rows in alone):
+                    return alone
             return [[_failed(made.reason or "failed")] * len(names)] * b
         reconstruction = made.reconstruction
         of_releases = [explained_by(seen, images, i) for i, images in enumerate(reconstruction.images.split(B))]

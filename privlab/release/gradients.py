@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from privlab.base import PrivlabError, first, full_precision
 from privlab.release.checked import Images, Labels, images_for, labels_for, model_of
 from privlab.release.effects import AnyDefense, effects_of
-from privlab.threat import Capability, Feed, GradientDefense, Observation, defense_declarations
+from privlab.threat import Capability, Feed, GradientDefense, Observation, Stack, defense_declarations
 from privlab.victims import (
     AprilBlock,
     Victim,
@@ -59,11 +59,11 @@ def observe(
     labels = labels_for(model, labels, len(feed.images))
     public = None if public is None else images_for(model, public, "public images")
     grants = gradient_capabilities(model, defense, images_per_release, public=0 if public is None else len(public))
-    on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
+    stack = Stack(tuple(defense))
     with full_precision():
-        if on_gradients:
+        if stack.on_gradients:
             names = released_names(parameters, defense)
-            gradients = _defend(model, feed, labels, names, on_gradients, draws, images_per_release)
+            gradients = _defend(model, feed, labels, names, stack, draws, images_per_release)
         else:
             gradients = released_gradients(model, feed, labels, parameters, images_per_release)
     return Observation(model, gradients, grants, tuple(defense), images_per_release, public=public)
@@ -77,7 +77,7 @@ def _defend(
     feed: Feed,
     labels: Int[Tensor, " b"],
     names: Sequence[str],
-    defense: Sequence[GradientDefense],
+    defense: Stack,
     draws: Sequence[Generator],
     images_per_release: int,
 ) -> dict[str, Float[Tensor, "r ..."]]:
@@ -89,10 +89,9 @@ def _defend(
     for start in range(0, len(labels), max(r * B, 1)):
         rows = slice(start, start + r * B)
         gradients = released_gradients(model, feed.take(rows), labels[rows], sorted(released), B)
-        for part in defense:
-            gradients = part.release(gradients, draws[start // B : start // B + r])
+        left = defense.release(gradients, draws[start // B : start // B + r])
         for name, chunks in kept.items():
-            chunks.append(gradients[name])
+            chunks.append(left[name])
     return {name: torch.cat(chunks) for name, chunks in kept.items()}
 
 

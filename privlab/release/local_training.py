@@ -241,9 +241,7 @@ def observe_updates(
     sent: dict[str, list[Tensor]] = {name: [] for name in trained if parameters is None or name in parameters}
     for data in clients:
         moved = run_client(model, client, data, stack.on_images)
-        update: Mapping[str, Tensor] = {name: -u[None] for name, u in moved.items()}
-        for part in stack.on_gradients:
-            update = part.release(update, [data.draw])
+        update = stack.release({name: -u[None] for name, u in moved.items()}, [data.draw])
         for name, of_clients in sent.items():
             of_clients.append(update[name])
     gradients = {
