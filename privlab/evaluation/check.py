@@ -65,7 +65,9 @@ def attempt(
             check_capabilities(attack, seen.grants, force=force)
         read = as_read(attack, seen)
         beyond = tuple(beyond_range(attack, release) for release in read.each())
-        reconstruction, seconds = run(lambda: attack_batch(attack, read))
+        foreign = not type(attack).__module__.startswith("privlab.attacks.")
+        with _unchanged(read) if foreign else nullcontext():
+            reconstruction, seconds = run(lambda: attack_batch(attack, read))
     except Exception as error:
         return Attempt(None, reason=reason_of(attack, error), beyond=beyond)
     return Attempt(reconstruction, seconds, beyond=beyond)
@@ -80,8 +82,7 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     Raises:
         PrivlabError: if it returns anything else; what the attack itself raises goes on.
     """
-    foreign = not type(attack).__module__.startswith("privlab.attacks.")
-    with full_precision(), _unchanged(seen) if foreign else nullcontext():
+    with full_precision():
         made: Any = attack(seen)  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
     if not isinstance(made, Tensor | Reconstruction):
         raise PrivlabError(f"the attack returned {type(made).__name__} instead of a tensor or a Reconstruction")
