@@ -19,7 +19,7 @@ from privlab.base import check_name, draw_for, full_precision
 from privlab.patches import permute
 from privlab.release import AnyDefense, send
 from privlab.threat import Draws, FeatureObservation, Observation, Stack
-from privlab.training import Compute, Plan, train
+from privlab.training import Plan, train
 from privlab.victims import VictimModel, hash_of
 
 FORMAT = "privlab-decoder/1"
@@ -111,7 +111,7 @@ class Inversion:
     """The training recipe of a decoder: from releases of public images back to these images."""
 
     def __init__(self, seen: FeatureObservation, spec: DecoderSpec) -> None:
-        self.seen, self.spec, self.identity = seen, spec, decoder_key(seen, spec)
+        self.seen, self.spec = seen, spec
         make, shape = DECODERS[spec.kind], Shape.of(seen.model)
         self.model = seeded(spec.plan.seed, lambda: make(shape, spec.width, spec.depth))
         self.model.to(seen.model.mean.device).whiten.fit(self._rows())
@@ -131,7 +131,7 @@ class Inversion:
         """Return the objective of the decoder on one release (`Decoder.objective`).
 
         Args:
-            model: the decoder, or what Fabric wraps around it; it makes the forward pass.
+            model: the decoder; it makes the forward pass.
             batch: as `batch` returns it.
             draw: not used, because the objective is not random.
         """
@@ -239,7 +239,7 @@ class PairTrained(Trained):
 
         def trained() -> Network:
             network = made().to(seen.model.mean.device)
-            _train(_PairTraining(network, *pairs(network), key), self.plan)
+            _train(_PairTraining(network, *pairs(network)), self.plan)
             return network
 
         return kept_decoder(kind, key, made, trained).to(seen.model.mean.device).eval()
@@ -252,7 +252,6 @@ class _PairTraining:
     model: nn.Module
     inputs: Float[Tensor, "r ..."]
     images: Float[Tensor, "r c h w"]
-    identity: str
 
     def __len__(self) -> int:
         return len(self.images)
@@ -266,7 +265,7 @@ class _PairTraining:
         """Return the mean squared error of the images of a batch.
 
         Args:
-            model: the model, or what Fabric wraps around it.
+            model: the model.
             batch: as `batch` returns it.
             draw: not used, because the objective is not random.
         """
@@ -275,7 +274,5 @@ class _PairTraining:
 
 
 def _train(recipe: Inversion | _PairTraining, plan: Plan) -> None:
-    """Train in full precision, on the device of the model."""
-    device = next(recipe.model.parameters()).device
     with full_precision():
-        train(recipe, plan, compute=Compute(device=str(device)))
+        train(recipe, plan)
