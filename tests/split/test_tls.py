@@ -132,7 +132,7 @@ def test_plain_text_to_a_tls_port_is_told(
     with server(tls=ours()) as (running, _):
         with pytest.raises(Rebuffed, match=r"does it want TLS \(--tls-ca\)"), client(running).session(tiny.contract()):
             pass
-        trainer = tiny.Trainer(tiny.learner(), client(running), tmp_path, retry_for=30.0)
+        trainer = tiny.Trainer(tiny.learner(), client(running, retry_for=30.0), tmp_path)
         with pytest.raises(Rebuffed):  # at once: it would not get better
             trainer.train(tiny.batches(), 1)
         with client(running, tls=theirs()).session(tiny.contract()) as good:
