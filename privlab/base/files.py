@@ -32,8 +32,7 @@ def write_whole(
         path: path of the file; its folder is made if it is not there.
         write: fills the temporary file whose path it is given.
         durable: whether to wait until the file and its name are on the disk, so that it stays after a crash.
-        private: whether nobody but the user may read it (mode 0600), from its first byte on, or enter a folder that is
-            made for it.
+        private: whether nobody but the user may read it (0600, from its first byte on) or enter a folder made for it.
         place: what the user may change, for the error.
 
     Raises:
