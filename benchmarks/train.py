@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from privlab.base import PrivlabWarning, Progress, configure, draw_for, hardware, pick_device, versions
 from privlab.benchmarks.common import Bench, median_seconds
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import train
 from privlab.experiments.training.objectives import OBJECTIVES, ObjectiveRecipe
-from privlab.training import Compute, Plan, train
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.victims import VictimModel, victim
 
 _BARE, _BARE_FUSED = "bare timm loop", "bare timm loop, fused attention"

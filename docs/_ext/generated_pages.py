@@ -36,6 +36,7 @@ ROOMS = (
     *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
     *("privlab.grids", "privlab.runs", "privlab.admission", "privlab.split", "privlab.inventory"),
     *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
+    "privlab.integrations",
     *("privlab.report.tables", "privlab.report.figures", "privlab.report.page", "privlab.benchmark"),
 )
 """The packages whose public names have a page, in the order of the house."""

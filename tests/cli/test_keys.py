@@ -176,7 +176,7 @@ def test_wrong_keys(cli: Cli, model: Path, key: Path, encrypted: Path, tmp_path:
 def test_key_files(cli: Cli, key: Path, model: Path, tmp_path: Path) -> None:
     assert "No key file at" in cli("keys", "show", tmp_path / "none").error
     assert "exists already" in cli("keys", "new", "--model", "vit_ti", "--out", key).error
-    assert "cannot be written" in cli("keys", "new", "--model", "vit_ti", "--out", tmp_path / "no" / "k").error
+    assert "cannot be written" in cli("keys", "new", "--model", "vit_ti", "--out", key / "k").error
     key.chmod(0o644)
     assert "(mode 644): run chmod 600" in cli("keys", "show", key).error
     model.chmod(0o600)

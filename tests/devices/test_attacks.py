@@ -86,7 +86,7 @@ DOWNLOADS = {
     "attacks/rows/reassembly.py:_links",
     "attacks/baselines/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
     "attacks/decoders/networks.py:reconstruct",
-    "attacks/decoders/store.py:<dictcomp>",  # the decoder that is kept on disk
+    "privlab/training/kept.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:_distinct",
     "attacks/tokens/equations.py:separate",  # the ranks of the gradients, once
     "attacks/tokens/equations.py:_start",  # the ranks of what is left of them, for the draws of a round
@@ -99,7 +99,7 @@ DOWNLOADS = {
     "attacks/tokens/spans.py:factors",  # one matrix in float64, which LAPACK decomposes sooner; once a round
     "privlab/reassembly/solver.py:_four",  # the jigsaw is solved by NumPy
     "privlab/reassembly/solver.py:assemble",
-    "privlab/training/loop.py:_report",  # the losses of a training, all at once
+    "privlab/training/loop.py:_mean_loss",  # the losses of a training, all at once
     "privlab/victims/weights.py:hash_of",
 }
 """Where an attack may copy a tensor to the CPU."""

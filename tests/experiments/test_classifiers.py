@@ -13,10 +13,11 @@ from privlab.base import PrivlabError
 from privlab.experiments.methods.consistency import consistency_by_gamma, measure_consistency
 from privlab.experiments.training.classifiers import SwinModel, TimmClassifier, classifier
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import _optimiser, train
 from privlab.experiments.training.objectives import DALS, Classify, ObjectiveRecipe, TrainMjp
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.patches import patchify
-from privlab.training import Compute, Plan, TrainingProgress, train
-from privlab.training.loop import _optimiser
+from privlab.training import TrainingProgress
 
 STILL = Augmentation(flip=False, shift=0)
 COLOURS: tuple[Any, Any] = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))

@@ -17,10 +17,10 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.experiments.training.classifiers import RelativeViT, classifier
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import _optimiser, train
 from privlab.experiments.training.objectives import Classify, Finetune, ObjectiveRecipe, Probe, TrainMjp
 from privlab.experiments.training.objectives.probe import Head, probe_accuracy
-from privlab.training import Compute, Plan, train
-from privlab.training.loop import _optimiser
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.victims import VictimModel
 
 STILL = Augmentation(flip=False, shift=0)

@@ -107,7 +107,7 @@ def test_a_server_killed_in_the_middle_of_a_step_and_restarted(
     killer(step, half, when, restart)
     folder = tmp_path / "client"
     folder.mkdir()
-    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, tell=told.append)
+    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN, tell=told.append), folder)
     trainer.train(tiny.batches(), tiny.STEPS)
     check(folder)
     assert len(told) == 1
@@ -215,7 +215,7 @@ def test_a_server_that_is_told_to_stop_finishes_the_step_and_ends_well(
         os.kill(first.process.pid, number)
 
     killer(6, "backward", "before", stop)
-    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, retry_for=0.0)
+    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN, retry_for=0.0), folder)
     with pytest.raises(PrivlabError, match=r"is stopping|cannot be reached|is not there"):
         trainer.train(tiny.batches(), tiny.STEPS)
     done = trainer.learner.step

@@ -163,14 +163,13 @@ def train(context: click.Context, as_json: bool, out: Path | None, resume: Path 
         job = replace(job, epochs=options["epochs"])
     batches = _batches(started, folder, resuming=resume is not None)
     facts = started.facts | {"job": asdict(job), "data": batches.data.sha256}
-    how = {"facts": facts, "session": started.session, "retry_for": options["retry_for"], "tell": say}
-    trainer = Trainer(started.learner, client, folder, **how)
+    trainer = Trainer(started.learner, client, folder, facts=facts, session=started.session)
     began, first, total = time.perf_counter(), started.learner.step, job.epochs * batches.per_epoch
     with training_bar(total) as show:
         trainer.train(batches, total, show)
     seconds = time.perf_counter() - began
     done = started.learner.step - first
-    summary = training_summary(started.learner, batches, trainer.traffic, seconds, done)
+    summary = training_summary(started.learner, batches, client.traffic, seconds, done)
     print_training({"run": str(folder), "session": trainer.session[:12]} | summary, as_json)
 
 
@@ -185,19 +184,18 @@ def train(context: click.Context, as_json: bool, out: Path | None, resume: Path 
 @click.pass_context
 def infer(context: click.Context, as_json: bool, run: Path | None, **options: Any) -> int:  # noqa: ANN401
     """Classify images: the embedding and the head are here, the backbone is on the server."""
-    from privlab.split import Traffic, infer
+    from privlab.split import infer
     from privlab.split.client.summary import inference_summary
 
-    client, traffic = _client(options), Traffic()
+    client = _client(options)
     started = _started(context, run)
     job = replace(started.job, **{name: options[name] for name in ("images", "limit", "split", "labels")})
     data = _read(job, started)
     began = time.perf_counter()
     with shared.progress_bar("asking") as progress:
-        how = {"session": started.session, "retry_for": options["retry_for"], "tell": say}
-        answers = infer(started.learner, client, data, traffic=traffic, progress=progress, **how)
+        answers = infer(started.learner, client, data, session=started.session, progress=progress)
     names = dict(enumerate(job.source().class_names or ()))
-    summary = inference_summary(data, answers, names, traffic, time.perf_counter() - began)
+    summary = inference_summary(data, answers, names, client.traffic, time.perf_counter() - began)
     print_inference(summary | {"failed": data.failed}, as_json)
     shared.print_failed(data.failed.items())
     return 2 if data.failed else 0
@@ -230,7 +228,8 @@ def _client(options: dict[str, Any]) -> "Client":
     system, *files = (options[name] for name in ("tls", "tls_ca", "tls_cert", "tls_key"))
     if not (system or files[0]) and any(files):
         raise PrivlabError("--tls-cert and --tls-key are for TLS: give --tls-ca, or --tls, too.")
-    client = Client(server, read_token(token_file), ClientTls(*files) if system or files[0] else None, timeout)
+    tls = ClientTls(*files) if system or files[0] else None
+    client = Client(server, read_token(token_file), tls, timeout, options["retry_for"], say)
     if client.tls is not None:
         client.tls.credentials()  # reports mistakes in the files before images are read
     return client
