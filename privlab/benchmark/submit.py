@@ -1,6 +1,5 @@
 """A submission: an entry is checked, measured on its track, judged, and written as a result file."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from privlab.admission import Check, admit_attack
-from privlab.admission.admit import admit, case_of, photographs
-from privlab.admission.claims import TwoClients, apart
-from privlab.admission.confinement import REFUSED
-from privlab.base import PrivlabError, collect_warnings, draw_for, options_of, versions
+from privlab.base import PrivlabError, collect_warnings, draw_for, versions
 from privlab.benchmark.cards import UNDEFENDED, Card, instances
 from privlab.benchmark.entries import defense_entries, of_package
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
@@ -32,6 +27,10 @@ from privlab.evaluation import Specification, public_images, victim_of
 from privlab.grids import IN_PROCESS, Engine
 from privlab.release import observe, observe_updates, predictions, released_parameters, send
 from privlab.report.tables.knowledge import declared_defenses, knows
+from privlab.testing import Check, check_attack, check_defense
+from privlab.testing.claims import apart
+from privlab.testing.confinement import REFUSED
+from privlab.testing.defenses import case_of, photographs
 from privlab.threat import ClientData, Draws, Stack, defense_declarations
 from privlab.victims import VictimModel, victim
 
@@ -117,9 +116,9 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
     own_victim = card.of.victim(card.victim_name)
     for part in instances(card):
         if card.kind == "attack":
-            own = admit_attack(part.name, options_of(part))
+            own = check_attack(part)
         else:
-            own = admit(part, victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model)
+            own = check_defense(part, victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model)
         for check in own:
             if not check.passed and check.name in REFUSING:
                 raise PrivlabError(
@@ -309,7 +308,6 @@ def _check_epsilon(where: str, epsilon: float, parts: Sequence[Any], model: Vict
 
 def draws_nothing(part: Any, model: VictimModel) -> bool:  # noqa: ANN401
     """Return whether a defense releases the same of the same images for two different draws, in a victim's shapes."""
-    subject = TwoClients(copy.deepcopy(model).double(), photographs(model).double())
-    case: Any = case_of(part, subject)
-    first, second = (case.tensors(case.run(case.inputs(), case.subject.draws(number))) for number in (0, 1))
+    case: Any = case_of(part, model, photographs(model))
+    first, second = (case.tensors(case.run(case.inputs(), case.draws(number))) for number in (0, 1))
     return apart(first, second) == 0
