@@ -222,7 +222,7 @@ def instances(card: Card) -> list[Any]:
     found = []
     for name in card.parts:
         check_name(card.kind, name, known)
-        kind = known[name]
+        kind: Any = known[name]
         if card.kind == "defense" and name != UNDEFENDED and acts_on(kind) not in _RELEASES.get(card.track, set()):
             raise PrivlabError(
                 f"Defense '{name}' acts on {acts_on(kind)}, which the track '{card.track}' does not take."

@@ -116,9 +116,10 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     if whole["verdict"] == "no evidence":
         flags.append(whole["why"])
     listed, hidden = _halves(result.rows, of, own["leakiest"])
-    if None not in (hidden["low"], listed["high"]) and hidden["low"] > listed["high"]:  # beyond both intervals
-        theirs_leak = f"{hidden['mean']:.1f} [{hidden['low']:.1f}, {hidden['high']:.1f}]"
-        flags.append(f"{HIDDEN}: {theirs_leak}, the listed one {listed['mean']:.1f}")
+    low, high = hidden["low"], listed["high"]
+    if low is not None and high is not None and low > high:  # beyond both intervals
+        unlisted = f"{hidden['mean']:.1f} [{low:.1f}, {hidden['high']:.1f}]"
+        flags.append(f"{HIDDEN}: {unlisted}, the listed one {listed['mean']:.1f}")
     listed_photographs = sum(len(photographs(part)) for part in of.photographs)
     knowing, few = _knowing(theirs, card), ""
     if whole["images"] < listed_photographs:
