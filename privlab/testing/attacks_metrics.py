@@ -12,6 +12,7 @@ from privlab.attacks import attacks
 from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import BlockScrambling, Blur, CutMix, GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import Batch, Clients, ObservationChanged, attack_batch, completed, unchanged, unread
+from privlab.evaluation.batch import Seen
 from privlab.images import NamedImage
 from privlab.metrics import METRICS, Metric
 from privlab.release import released_parameters, served, trained_parameters
@@ -32,7 +33,6 @@ from privlab.threat import (
     Features,
     Gradient,
     GradientDefense,
-    Observation,
     Release,
     Stack,
     Update,
@@ -43,8 +43,6 @@ from privlab.victims.model import april_twin
 
 RANK = 40
 """The width of adapters in which a release is tried: above twice the tokens of the small victim."""
-
-Seen = Observation | FeatureObservation
 
 
 def check_any(
