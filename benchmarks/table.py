@@ -24,11 +24,9 @@ from privlab.base import (
     Progress,
     core_count,
     full_precision,
-    hardware,
     pick_device,
-    versions,
 )
-from privlab.benchmarks.common import Bench, median_seconds, peak_memory, time_stage
+from privlab.benchmarks.common import Bench, machine, median_seconds, peak_memory, quiet, time_stage
 from privlab.benchmarks.first_paint import find_chromium, first_paint
 from privlab.benchmarks.stores import experiment_file, finished_run, photographs
 from privlab.evaluation import CONTROLS, GEOMETRIES, source_of, subject_of
@@ -99,8 +97,7 @@ def bench_table(
     def step() -> None:
         progress(next(steps), total)
 
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
+    with tempfile.TemporaryDirectory() as name, quiet():
         folder = Path(name)
         images = images_dir or photographs(folder / "images", n_images)
         labels = _labels(folder / "labels.csv", images, n_images)
@@ -120,8 +117,7 @@ def bench_table(
             step()
     setup = {"model": model, "images": n_images, "batch": _BATCH, "chunk": _CHUNK, "repeats": repeats}
     setup |= {"start_seconds": {name: pace.start for name, pace in paces.items()}, "absent": absent}
-    setup |= {"hardware": hardware(target), "versions": versions()}
-    return Bench(figures, {name: _TARGETS[name] for name in figures}, seconds, setup)
+    return Bench(figures, {name: _TARGETS[name] for name in figures}, seconds, setup | machine(target))
 
 
 def _labels(file: Path, images: Path, n: int) -> Path:

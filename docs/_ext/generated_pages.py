@@ -34,7 +34,7 @@ ROOMS = (
     *("privlab", "privlab.base", "privlab.patches", "privlab.images", "privlab.victims", "privlab.threat"),
     *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics"),
     *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
-    *("privlab.grids", "privlab.runs", "privlab.admission", "privlab.split", "privlab.inventory"),
+    *("privlab.grids", "privlab.runs", "privlab.testing", "privlab.split", "privlab.inventory"),
     *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
     "privlab.integrations",
     *("privlab.report.tables", "privlab.report.figures", "privlab.report.page", "privlab.benchmark"),

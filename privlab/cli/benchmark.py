@@ -33,10 +33,10 @@ def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
     A defense must release what it says and nothing else; an attack or a metric must say what it needs, and return what
     it should.
     """
-    from privlab.admission import admit_any
+    from privlab.testing import check_any
 
     with err.status(f"admitting {name}"):
-        checks = admit_any(name, **options)
+        checks = check_any(name, **options)
     if as_json:
         print_json([asdict(check) for check in checks])
     else:

@@ -7,11 +7,13 @@ from .batch import Batch as Batch
 from .batch import batch_key as batch_key
 from .batch import labelled as labelled
 from .check import Attempt as Attempt
+from .check import ObservationChanged as ObservationChanged
 from .check import as_read as as_read
 from .check import attack_batch as attack_batch
 from .check import attempt as attempt
 from .check import beyond_range as beyond_range
 from .check import check_reconstruction as check_reconstruction
+from .check import unchanged as unchanged
 from .controls import Controls as Controls
 from .names import GEOMETRIES as GEOMETRIES
 from .names import SETTINGS as SETTINGS

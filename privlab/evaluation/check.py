@@ -23,6 +23,10 @@ from privlab.threat import (
 )
 
 
+class ObservationChanged(PrivlabError):
+    """The error of an attack that changed the model or what was released."""
+
+
 @dataclass(frozen=True, eq=False)
 class Attempt:
     """One attack on an observation: what it reconstructed, and the seconds it took; or why it failed.
@@ -66,7 +70,7 @@ def attempt(
         read = as_read(attack, seen)
         beyond = tuple(beyond_range(attack, release) for release in read.each())
         foreign = not type(attack).__module__.startswith("privlab.attacks.")
-        with _unchanged(read) if foreign else nullcontext():
+        with unchanged(read) if foreign else nullcontext():
             reconstruction, seconds = run(lambda: attack_batch(attack, read))
     except Exception as error:
         return Attempt(None, reason=reason_of(attack, error), beyond=beyond)
@@ -99,11 +103,11 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
 
 
 @contextmanager
-def _unchanged(seen: Observation | FeatureObservation) -> Iterator[None]:
+def unchanged(seen: Observation | FeatureObservation) -> Iterator[None]:
     """Put back what an attack of somebody else changes of an observation in place, as other attacks read it too.
 
     Raises:
-        PrivlabError: if it changed the model or what was released.
+        ObservationChanged: if it changed the model or what was released.
     """
     model = seen.model
     released = {"features": seen.features} if isinstance(seen, FeatureObservation) else seen.gradients
@@ -124,7 +128,9 @@ def _unchanged(seen: Observation | FeatureObservation) -> Iterator[None]:
         for parameter, mode in changed_parameters:
             parameter.requires_grad_(mode)
     if changed or changed_modes or changed_parameters:
-        raise PrivlabError("the attack changed the model or what was released: let it change a copy (copy.deepcopy)")
+        raise ObservationChanged(
+            "the attack changed the model or what was released: let it change a copy (copy.deepcopy)"
+        )
 
 
 def reason_of(attack: Attack | FeatureAttack, error: Exception) -> str:

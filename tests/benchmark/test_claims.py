@@ -28,7 +28,7 @@ def changed(name: str, **values: object) -> Card:
     head, rest = text.split("\n\n", 1)
     lines = [line for line in head.splitlines() if line.partition(" =")[0] not in values]
     stated = [f"{key} = {value}" for key, value in values.items()]
-    return parse_card("\n".join([*stated, *lines, rest]), "card", Path())
+    return parse_card("\n".join([*stated, *lines, rest]), Path("card"))
 
 
 @pytest.mark.filterwarnings("ignore:vit_ti has RANDOM weights")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from privlab.admission import Check
 from privlab.base import PrivlabError
 from privlab.benchmark import entries, read_card, standings
 from privlab.benchmark.entries import PACKAGE
 from privlab.benchmark.judged import check_concluded, conclude
 from privlab.benchmark.results import from_rows, read_result, to_rows, write_result
 from privlab.benchmark.submit import checks_of
+from privlab.testing import Check
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -67,6 +67,6 @@ claim = "it holds"
 
 @pytest.mark.parametrize(("name", "once"), [("gradient-sign", True), ("svt-privacy", False), ("mjp", False)])
 def test_a_random_defense_is_drawn_as_often_as_the_track_says(name: str, once: bool) -> None:
-    card = parse_card(CARD.format(name=name), "card", Path())
+    card = parse_card(CARD.format(name=name), Path("card"))
     assert card.of.draws > 1
     assert card.draws == (1 if once else card.of.draws)

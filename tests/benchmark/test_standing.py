@@ -18,7 +18,7 @@ SCRIPT = "Run python .ci/conclude_entries.py"
 
 def test_the_rows_are_kept_for_the_result_files_that_are_there() -> None:
     assert len(concluded_rows()) > 30, SCRIPT
-    assert listed() == [row for row, _ in concluded_rows()]
+    assert listed() == [*concluded_rows()]
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
 def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ran(own: Measurement, spec: Specification, *given: object) -> DataFrame:
+    def ran(own: Measurement, case: TrackCase, spec: Specification, *given: object) -> DataFrame:
         attack, setting = spec.attacks or (), spec.settings[0]
         return DataFrame({"attack": [*attack], "setting": setting, "geometry": "in_place", "draw": 0})
 
@@ -187,7 +187,7 @@ def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     }
     assert ran_there == {("patch-gradient", "a"), ("patch-gradient-adaptive", "c")}
     text = (ROOT / "experiments/benchmark/cards/updates-exclude-vars.toml").read_text().replace("^head", "^pos_embed|")
-    withheld = parse_card(text, "card", tmp_path)  # undefended, patch-gradient runs
+    withheld = parse_card(text, tmp_path / "card")  # undefended, patch-gradient runs
     with pytest.raises(PrivlabError, match="learnable_pe_gradient"):
         Measurement(withheld, attacks=["patch-gradient"]).records()
 
