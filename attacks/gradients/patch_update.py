@@ -47,8 +47,6 @@ _MOST_MISSING = 6000
 _ROUNDS, _STEPS = 8, 60  # the most Gauss-Newton steps on missing entries, and steps of conjugate gradients in each
 _CONVERGED = 1e-3  # the relative change of the missing entries below which they are found: each step squares the error
 
-_LABELS = 3  # labels that are tried where none is told
-
 
 @dataclass(frozen=True)
 class PatchUpdate:
@@ -213,7 +211,7 @@ class PatchUpdate:
         if not self.rounds or private or self.decay == "fitted" or not client.has_labels or is_open:
             return found[0].X
         told = "head.bias" in moved
-        labels = [int(moved["head.bias"].argmin())] if told else labels_that_rise(model, moved, found[0].image, _LABELS)
+        labels = [int(moved["head.bias"].argmin())] if told else labels_that_rise(model, moved, found[0].image)
         unrounded, plain = copy.deepcopy(model).double(), replace(client, sends="difference", sent_as="float32")
         first = best = found[0].X
         least = math.inf

@@ -18,9 +18,9 @@ from privlab.inventory.explain import check_explained, known
 from privlab.metrics.names import metric_names
 from privlab.victims.names import (
     NORMALISATIONS,
-    check_normalisation,
     check_victim_name,
     check_weights_file,
+    normalisation_of,
     victim_names,
 )
 
@@ -145,6 +145,6 @@ PART = Checked(_check_part, _parts)
 EXPERIMENT = Checked(lambda text: read_text(find_experiment(text), "experiment"), experiment_names)
 EXPLAINED = Checked(check_explained, known)
 DEVICE = Checked(check_device, lambda: ("auto", "cpu", "cuda"))
-NORMALISATION = Checked(check_normalisation, lambda: NORMALISATIONS)
+NORMALISATION = Checked(normalisation_of, lambda: NORMALISATIONS)
 LPIPS_WEIGHTS, EMBEDDING = Checked(_check_lpips_weights), Checked(_check_embedding)
 IMAGES, LABELS, MANIFEST_FILE = Checked(_check_source), Checked(_check_labels), Checked(_check_manifest)

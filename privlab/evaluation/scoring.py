@@ -33,7 +33,7 @@ from privlab.patches import permute, slots_to_pixels
 from privlab.reassembly import Borders, Reassembly, rearrange
 from privlab.release import effects_of, labels_that_rise, undecayed
 from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
-from privlab.release.update_files import label_of_update
+from privlab.release.labels import label_of_update
 from privlab.threat import Observation, Reconstruction, Sent, Stack
 from privlab.victims import VictimModel
 
@@ -43,7 +43,6 @@ Scores = dict[str, list[float | None]]
 Reassembled = tuple[Scores, Float[Tensor, "b c h w"]]
 """The scores of images whose patches the adversary put in order, and these images."""
 
-_MOST_LABELS = 3  # labels that are tried where the update tells none
 
 UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is black"}
 """The reason why a metric may have no value for an image although it can be computed here."""
@@ -253,7 +252,7 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
     own = seen.take([i])
     label = label_of_update(own) if len(images) == 1 else None
     update = {name: u[0] for name, u in own.gradients.items()}
-    rising = (labels_that_rise(seen.model, update, x[None], _MOST_LABELS) for x in images)
+    rising = (labels_that_rise(seen.model, update, x[None]) for x in images)
     labels = [[label]] if label is not None else list(rising)
     if len(images) > 1:
         if "head.bias" in update:  # of a mean of K it falls at their labels, and rises nearly everywhere else

@@ -92,7 +92,7 @@ DOWNLOADS = {
     "attacks/tokens/equations.py:_start",  # the ranks of what is left of them, for the draws of a round
     "attacks/tokens/refinement.py:refine",  # the numbers of starts that go on
     "attacks/tokens/spans.py:packed",  # the numbers of tokens that a round found
-    "privlab/release/labels/batch_labels.py:_listed",  # the labels that a gradient shows, which Python tries one by one
+    "privlab/release/labels.py:_listed",  # the labels that a gradient shows, which Python tries one by one
     "attacks/updates/round_unrolling.py:labels_near",  # the likely labels of a step, which Python tries one by one
     "attacks/tokens/context.py:missing",  # the places of tokens, which Python sorts
     "attacks/tokens/grouping.py:_by_slot",

@@ -26,7 +26,7 @@ from privlab.evaluation import Specification, applicable
 from privlab.images import open_images
 from privlab.metrics import psnr
 from privlab.release import gradient_capabilities, observe, released_parameters
-from privlab.release.gradients import obstacles
+from privlab.release.releases import obstacles
 from privlab.threat import Capability
 from privlab.victims import VictimModel, save, victim
 
