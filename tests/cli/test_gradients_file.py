@@ -60,7 +60,7 @@ def test_a_step_is_audited_without_its_image(
     assert facts["attacks"] == told["attacks"]
     assert facts["released"]["batch_size"] == 1
     shown = audit(step(), "--overwrite", "--attack", "patch-gradient")
-    assert "the private image: it gives the released gradient" in shown.out
+    assert re.search(r"the private image: it gives the released\W+gradient", shown.out)
     assert "flag: labels given away by the gradient of the head: 7" in shown.out
 
 
