@@ -106,6 +106,12 @@ def _check_embedding(text: str) -> None:
         raise PrivlabError(f"--embedding must be timm:NAME@FILE, with a file that is there. Found no file '{file}'.")
 
 
+def _check_one(text: str) -> None:
+    if len(models := several(text)) > 1:
+        raise PrivlabError(f"An audit has one victim. Found {len(models)}: {', '.join(models)}.")
+    check_victim_name(text)
+
+
 def _check_sent(text: str) -> None:
     for name in text.split("+"):
         check_name("defense", name, defenses())
@@ -132,6 +138,7 @@ _WEIGHTS = ("auto", "pretrained", "random")
 
 VICTIM = Checked(check_victim_name, victim_names)
 VICTIMS = Checked(_each(check_victim_name), victim_names, ",")
+ONE_VICTIM = Checked(_check_one, victim_names)
 CLASSIFIER = Checked(check_classifier_name, classifier_names)
 CLASSIFIERS = Checked(_each(check_classifier_name), classifier_names, ",")
 WEIGHTS = Checked(_check_weights, lambda: _WEIGHTS)

@@ -301,15 +301,15 @@ def _of_unknown(name: str, optimiser: str) -> str:
     """Return what to do where a server does not know a setting of a client that trains by this optimiser."""
     if name == "client.weight_decay" and optimiser == "sgd":
         return (
-            "with --update leave it out, and it is fitted; without, state what the client trains with, which "
+            "in `privlab audit update` leave it out, and it is fitted; else state what the client trains with, which "
             "patch-update does not read with --set patch-update.decay=fitted"
         )
     if name == "client.weight_decay":
         default = " (torch's default is 0.01)" if optimiser == "adamw" else ""
         return f"no attack fits the decay of {optimiser}, so state the likeliest{default}"
     if name == "client.lr":
-        return "state the likeliest rate; an audit of one image by --update fits another where that cannot be"
-    return "state the likeliest value; an audit of one image and SGD by --update says if no image explains it"
+        return "state the likeliest rate; `privlab audit update` of one image fits another where that cannot be"
+    return "state the likeliest value; `privlab audit update` of one image and SGD says if no image explains it"
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:

@@ -57,7 +57,7 @@ class _UpdateFilter(DXOFilter):
 
 
 class RecordFilter(_UpdateFilter):
-    """Record what a client receives and returns in each round, as files that `privlab attack --update` audits.
+    """Record what a client receives and returns in each round, as files that `privlab audit update` reads.
 
         recipe.add_client_input_filter(RecordFilter("/data/updates"), tasks=["train"])
         recipe.add_client_output_filter(RecordFilter("/data/updates"), tasks=["train"])

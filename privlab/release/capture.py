@@ -1,4 +1,4 @@
-"""The gradient of a training step of your own, in a file that `privlab attack --gradients` audits.
+"""The gradient of a training step of your own, in a file that `privlab audit gradients` reads.
 
     from privlab import capture
 
@@ -16,7 +16,7 @@ Format, version 1: a safetensors file with ∂ℓ/∂θ of each parameter θ tha
     model             what the client calls its model; optional
     weights_sha256    `privlab.victims.weights.hash_of` the weights at which the gradient was taken; optional
 
-`capture_update` saves the weights before and after a client's round instead, which `privlab attack --update` audits:
+`capture_update` saves the weights before and after a client's round instead, which `privlab audit update` reads:
 
     before = copy.deepcopy(model.state_dict())  # what the server sent
     train(model)

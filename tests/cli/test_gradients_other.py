@@ -1,4 +1,4 @@
-"""`privlab attack --gradients` of what is not as it should be: another preprocessing, other weights, no gradient."""
+"""`privlab audit gradients` of what is not as it should be: another preprocessing, other weights, no gradient."""
 
 import json
 import re
