@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -199,9 +199,16 @@ def kept(path: Path, go_on: str = "The same command goes on where it was.") -> s
     return f"'{path}' keeps {there if images else 'no image yet'}. {go_on}"
 
 
+class _Count(MofNCompleteColumn):
+    """The number done of the total; empty while the total is unknown."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
 def progress_of(**options: Any) -> Progress:  # noqa: ANN401
     """Return bars that show a name, the number done of the total, and the remaining time."""
-    return Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), **options)
+    return Progress("{task.description}", BarColumn(), _Count(), TimeRemainingColumn(), **options)
 
 
 @contextmanager

@@ -159,7 +159,7 @@ PARTS: dict[str, tuple[Callable[[State], State], str]] = {
     ),
     "no block": (
         lambda t: {name: g for name, g in t.items() if not name.startswith("blocks.3.")},
-        "missing: blocks.3.attn.proj.bias, blocks.3.attn.proj.weight, blocks.3.attn.qkv.bias and 9 more.",
+        "missing: blocks.3.norm1.weight, ",
     ),
 }
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import stat
 from pathlib import Path
 
@@ -147,10 +146,11 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
+    def full(path: Path, data: bytes) -> None:
+        path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(PrivlabError, match="No space"):
         write_new(tmp_path / "a", b"x")
     assert list(tmp_path.iterdir()) == []
