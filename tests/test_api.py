@@ -236,6 +236,7 @@ def test_what_cannot_be_pickled_runs_in_this_process(photos: Tensor) -> None:
     assert set(run.records.status) == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: Path) -> None:
     def run() -> privlab.Run:
         return privlab.grid(

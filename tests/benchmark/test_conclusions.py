@@ -65,6 +65,7 @@ def test_a_file_must_conclude_what_its_rows_say(
     assert said in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -33,6 +33,7 @@ def cosine(plain: dict[str, Tensor], released: dict[str, Tensor]) -> float:
     return float(cosine_similarity(whole, seen).mean())
 
 
+@pytest.mark.slow
 def test_what_is_withheld_counts_as_lost(undefended: dict[str, Tensor]) -> None:
     spec, withheld = Specification(models=("cifar_vit",), metrics=("psnr",)), ExcludeVars("^blocks")
     left = {name: g for name, g in undefended.items() if not name.startswith("blocks")}
@@ -42,6 +43,7 @@ def test_what_is_withheld_counts_as_lost(undefended: dict[str, Tensor]) -> None:
     assert fidelity(spec, []) == 1
 
 
+@pytest.mark.slow
 def test_what_is_pruned_counts_as_lost(undefended: dict[str, Tensor]) -> None:
     spec, pruning = Specification(models=("cifar_vit",), metrics=("psnr",)), GradientPruning(0.1)
     released = pruning.release(undefended, [Generator() for _ in range(14)])

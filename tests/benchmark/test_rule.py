@@ -162,6 +162,7 @@ def test_an_attack_whose_class_is_not_here_may_show_that_a_defense_holds(tmp_pat
     assert (row.verdict, row.known_by, row.rank) == ("holds", ("their-attack",), 1)
 
 
+@pytest.mark.slow
 def test_an_adversary_with_more_images_has_controls_of_its_own(tmp_path: Path) -> None:
     """What it makes of them without a release is 13 dB; the mean with another adversary's control would be 12.5."""
     mirrored = dict.fromkeys(MIRRORED.values(), 0.0)
@@ -178,6 +179,7 @@ def test_an_adversary_with_more_images_has_controls_of_its_own(tmp_path: Path) -
     assert "control:mean of attack" in of_its_own.why
 
 
+@pytest.mark.slow
 def test_who_knows_a_defense_whose_class_is_not_here_its_file_says(tmp_path: Path, high: np.ndarray) -> None:
     found = pd.concat([records(high.tolist(), [5.0] * 64), rows("april", [5.0] * 64, draw=1)])
     found = found.replace("gradient-pruning", "their-defense").assign(defense_params="{}")
@@ -264,6 +266,7 @@ def test_an_attack_that_failed_on_every_photograph_knows_nothing(high: np.ndarra
     assert any(flag.startswith("No adaptive attack:") for flag in judged["flags"])
 
 
+@pytest.mark.slow
 def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.ndarray) -> None:
     found = records(high.tolist(), [5.0] * 64)
     own = result(tmp_path, "one", found, photographs=["bundled"])
@@ -278,6 +281,7 @@ def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.n
     assert "verify experiments/benchmark/results/one.json --weights FILE\n" in page
 
 
+@pytest.mark.slow
 def test_the_page_counts_different_defenses_and_those_that_an_attack_knows(tmp_path: Path, high: np.ndarray) -> None:
     known = records(high.tolist(), [5.0] * 64)
     own = result(tmp_path, "known", known)
@@ -298,6 +302,7 @@ def test_a_failed_check_of_admission_is_a_reason(tmp_path: Path, high: np.ndarra
     assert (row.rank, row.unreliable) == (None, ("admission: variance, measured over declared",))
 
 
+@pytest.mark.slow
 def test_an_entry_that_leaks_more_on_the_hidden_half_has_a_reason_against_it(tmp_path: Path, high: np.ndarray) -> None:
     hidden = [*photographs("hidden")]
 
@@ -332,6 +337,7 @@ def test_an_entry_that_leaks_more_on_the_hidden_half_has_a_reason_against_it(tmp
     assert without.hidden_half is None
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else_and_holds_every_row(tmp_path: Path, high: np.ndarray) -> None:
     mine = result(tmp_path, "<one>", records(high.tolist(), [5.0] * 64))
     paths = write_site([mine], tmp_path / "site")

@@ -66,6 +66,7 @@ def test_the_template_of_an_attack_enters_and_is_verified(mine: Path, cli: Calla
     assert cli("benchmark", "verify", mine / "my.json", "--json").json["name"] == "my-attack"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
@@ -153,6 +154,7 @@ def test_the_adversary_s_own_photographs_are_used_and_told(tmp_path: Path) -> No
     assert Photographs().public_sha256() is None
 
 
+@pytest.mark.slow
 def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
     mine: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

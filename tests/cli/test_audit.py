@@ -19,6 +19,7 @@ def first_words(text: str) -> list[str]:
     return re.findall(r"^(\w+):", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_leak_fails_a_pipeline_that_asks_for_it(audit: Cli, step: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--attack", "patch-gradient", "--fail-on-leak", "--overwrite")
     told = audit(step(), *asked)
@@ -34,6 +35,7 @@ def test_a_leak_fails_a_pipeline_that_asks_for_it(audit: Cli, step: Cli, monkeyp
     assert audit(step(), *asked).status == 2
 
 
+@pytest.mark.slow
 def test_the_verdict_comes_first_and_all_fits_into_80_columns(
     audit: Cli, step: Cli, photos: Path, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: py
         torch.testing.assert_close(update, own.gradients[name], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_list_of_classes_is_a_target_of_the_binary_loss_alone(photos: Path, tmp_path: Path) -> None:
     """Its update is proven by what the head's bias says of each class; other losses take one class."""
     files = [path.read_bytes() for path in sorted(photos.glob("*.png"))]

@@ -150,6 +150,7 @@ def test_a_round_is_audited_without_a_reference(
     assert "residual: distance between the update of the image and the released one" in shown.out
 
 
+@pytest.mark.slow
 def test_a_head_that_did_not_move_is_said_to_tell_no_label(
     audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_head_that_did_not_move_is_said_to_tell_no_label(
     assert "have equal biases of the head, so that the update tells no label" in " ".join(done.err.split())
 
 
+@pytest.mark.slow
 def test_a_normalisation_is_stated(
     audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], photos: Path, tmp_path: Path
 ) -> None:
@@ -278,6 +280,7 @@ def test_weights_of_two_models_are_called_that(audit: Callable[..., Any], traine
     assert "give the weights that this client began with" in found[0].lower()
 
 
+@pytest.mark.slow
 def test_noise_is_named_and_tells_no_label(audit: Callable[..., Any], trained: Callable[..., Any]) -> None:
     def noisy(tensors: State) -> None:
         for tensor in tensors.values():
@@ -518,6 +521,7 @@ def test_an_audit_knows_the_filter_that_it_is_told(
     assert json.loads((tmp_path / "audit" / "run.json").read_text())["specification"]["settings"] == ["c"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimiser", "named"), [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
 def test_another_optimiser_than_stated_is_named(
     audit: Callable[..., Any], state: State, tmp_path: Path, optimiser: Any, named: bool
@@ -528,6 +532,7 @@ def test_another_optimiser_than_stated_is_named(
     assert len(found) == named
 
 
+@pytest.mark.slow
 def test_an_image_of_no_class_of_a_binary_loss_is_explained_and_given_no_label(
     audit: Callable[..., Any], state: State, tmp_path: Path
 ) -> None:

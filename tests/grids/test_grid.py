@@ -253,6 +253,7 @@ def without(new: Iterable[str], old: Iterable[str]) -> list[str]:
     return [name for name in new if name not in old]
 
 
+@pytest.mark.slow
 @quick
 @given(world=worlds, data=st.data())
 def test_failed_counts_as_done_unless_told_otherwise(world: World, data: st.DataObject) -> None:

@@ -90,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_attack_is_led_to_the_truth(run: Any, case: str) -> None:
     watched = run(**CASES[case])

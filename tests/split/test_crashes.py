@@ -177,6 +177,7 @@ def test_both_killed_and_started_again(spawn: Any, tiny: Any, check: Any, tmp_pa
     check(folder)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_lets_its_session_go_and_the_others_go_on(
     spawn: Any, server: Any, client: Any, tiny: Any, tmp_path: Path
 ) -> None:
