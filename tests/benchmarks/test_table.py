@@ -110,6 +110,7 @@ def test_scores_differ_by_up_to_a_tenth(made: Experiment, tmp_path: Path) -> Non
     assert (spread["nunique"] == 5).all()
 
 
+@pytest.mark.slow
 def test_an_image_without_records_is_no_pattern(made: Experiment, tmp_path: Path, monkeypatch: Any) -> None:
     real = stores.run_task
 
@@ -126,6 +127,7 @@ def test_an_image_without_records_is_no_pattern(made: Experiment, tmp_path: Path
 # ---- what is timed
 
 
+@pytest.mark.slow
 def test_both_stages_attack_the_same_labelled_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Experiment
 ) -> None:

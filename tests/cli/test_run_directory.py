@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import save_file
 
-from privlab.evaluation import pipeline
+from privlab.evaluation import check
 from privlab.stores import store
 from privlab.victims import victim
 
@@ -86,6 +86,7 @@ def test_empty_folders_are_no_files(attack: Callable[..., Any], tmp_path: Path) 
 # No disk
 
 
+@pytest.mark.slow
 def test_no_space_left(
     attack: Callable[..., Any],
     records: Callable[..., pd.DataFrame],
@@ -158,6 +159,7 @@ def test_disk_that_is_really_full(
 # Ctrl-C
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_what_is_finished(
     attack: Callable[..., Any],
     records: Callable[..., pd.DataFrame],
@@ -218,8 +220,8 @@ def untimed(frame: pd.DataFrame) -> pd.DataFrame:
 def attacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which each attack that is run adds its name."""
     names: list[str] = []
-    run = pipeline.attack_batch
-    monkeypatch.setattr(pipeline, "attack_batch", lambda each, seen: (names.append(each.name), run(each, seen))[1])
+    run = check.attack_batch
+    monkeypatch.setattr(check, "attack_batch", lambda each, seen: (names.append(each.name), run(each, seen))[1])
     return names
 
 
