@@ -105,7 +105,7 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
     defended, images = _defended(names), numbered.groupby("case").image_sha256.nunique()
     worst = _worst(scored, names, of)
     leakiest = leakiest_of(worst, of)
-    case = names.index(leakiest) if leakiest else -1  # no row is of case -1
+    case = names.index(leakiest) if leakiest else -1  # a number that no case has
     verdicts = [verdict for verdict in verdicts_of(facts) if verdict.label in defended]
     verdict = min(verdicts, key=lambda each: WORDS.index(each.word))
     known_by = [name for name in facts.attacks(case) if facts.defenses[case] and facts.knows(name, case)]
