@@ -61,6 +61,7 @@ SGD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.05], ids=["", "decay"])
 @pytest.mark.parametrize("name", SGD)
 def test_what_sgd_sends_is_exact_but_for_float32_in_the_release(
