@@ -19,7 +19,7 @@ from privlab.victims.names import check_img_size
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from privlab.runs import Outcome
+    from privlab.report.run import Run
 
 _MOVED = {
     "--update": "privlab audit update BEFORE AFTER --model NAME --client OPTIMISER",
@@ -87,7 +87,8 @@ def attack(
     shared.check_together(context.params)
     sources.check_choice(*(options[name] for name in ("limit", "every", "offset", "manifest")))
     from privlab.evaluation import admissions, check_geometry
-    from privlab.runs import execute, specify
+    from privlab.grids import specify
+    from privlab.runs import execute
 
     spec = specify(**options)
     check_geometry(geometry, spec)
@@ -172,7 +173,7 @@ def attack(
     return 2 if outcome.failed else 0
 
 
-def _nothing_left(outcome: "Outcome") -> str | None:
+def _nothing_left(outcome: "Run") -> str | None:
     """Return why no attack could run on any image, if filters left nothing to attack; None else."""
     from privlab.report.tables.flags import NOTHING_RELEASED
 
@@ -197,9 +198,7 @@ def _batch_size(text: str) -> int | None:
     return int(text)
 
 
-def _print_attack(
-    outcome: "Outcome", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]
-) -> None:
+def _print_attack(outcome: "Run", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]) -> None:
     from privlab.report.tables import explanations, missing_metrics, shown_metrics, verdicts
     from privlab.report.tables.summary import elsewhere, to_rich
 

@@ -59,7 +59,7 @@ def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> N
     how = options(chunk=2, pictures=3)
     assert finished_run(made, tmp_path / "copied", how, real=1) == 5 * (8 + 13)
     grid, tasks = prepare(made, tmp_path / "run", how)
-    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
+    fill(grid, tasks, tmp_path / "run", how)
     copied, run = Store(tmp_path / "copied"), Store(tmp_path / "run")
     assert len(copied.parts()) == len(run.parts()) == len(tasks) == 6
     for one, other in zip(copied.parts(), run.parts(), strict=True):

@@ -199,7 +199,7 @@ def test_an_interrupt_before_any_image(
     left = f"'{tmp_path / 'run'}' keeps no image yet. The same command goes on where it was{search}."
     assert done.err.endswith(f"Interrupted. {left}\n")
     assert attack("--overwrite", "--attack", attack_name).status == 130
-    monkeypatch.setattr("privlab.runs.attack.lay_out", interrupted)
+    monkeypatch.setattr("privlab.grids.fill.lay_out", interrupted)
     done = attack("--attack", attack_name, "--out", tmp_path / "other")
     assert done.err.endswith("Interrupted. Nothing had been run yet, and nothing is kept.\n")
 
