@@ -77,6 +77,7 @@ def of_update(images: torch.Tensor, tmp_path: Path) -> None:
     privlab.audit_update(*files, model="cifar_vit", client=client, normalisation="none", out=tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [of_image, of_update])
 def test_it_passes_few_rooms_and_never_returns_to_one(
     way: Callable[[torch.Tensor, Path], None], photographs: Any, tmp_path: Path
