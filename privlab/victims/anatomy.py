@@ -75,20 +75,18 @@ def unwrapped(model: Any) -> Any:  # noqa: ANN401
 def is_changed(module: nn.Module) -> bool:
     """Return whether a module has hooks, or methods of its own in the place of its class's."""
     hooks = {**module._forward_hooks, **module._forward_pre_hooks}.values()
-    replaced = any(callable(value) and hasattr(type(module), name) for name, value in vars(module).items())
+    own = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
+    replaced = any(callable(value) and hasattr(type(module), name) for name, value in own.items())
     backward = module._backward_hooks or module._backward_pre_hooks
     return replaced or bool(backward) or any(not isinstance(hook, _Teller) for hook in hooks)
 
 
-def changed_parts(model: nn.Module) -> list[str]:
-    """Return the paths of a model's modules that `is_changed` finds."""
-    return [path or "the model" for path, module in model.named_modules() if is_changed(module)]
-
-
 def causes(model: nn.Module) -> str:
-    """Return which parts of a model hooks or replaced methods change, as the end of a sentence; "" if none is."""
-    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
-    changed = changed_parts(model) + hooked
+    """Return which parts of a model have hooks or replaced methods, as the end of a sentence; "" if none has."""
+    changed = [path or "the model" for path, module in model.named_modules() if is_changed(module)]
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            changed.append(name)
     return f"; changed by hooks or replaced methods: {first(changed, 3)}" if changed else ""
 
 

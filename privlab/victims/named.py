@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError, check_name, check_range, unknown_name, warn, with_plugins
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
-from privlab.victims.anatomy import Vit, unwrapped
+from privlab.victims.anatomy import Vit, causes, unwrapped
 from privlab.victims.hugging_face import as_timm, is_of_transformers
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.victims.names import normalisation_of, of_channels, resolve_own, size_error
-from privlab.victims.own_gradients import check_gradients
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
 
 UnknownOrigin = Literal["trained", "mean-pe", "random"]
@@ -143,8 +142,8 @@ def victim(
         unknown_pe: MJP's E_unk of a model of your own: "mean" is the mean of its position embeddings; None is none.
 
     Raises:
-        PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, as one whose `forward`
-            was replaced by another or whose hooks change its gradients, or one that has other classes.
+        PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, or has hooks or
+            replaced methods, or has other classes.
 
     Warns:
         PrivlabWarning: for weights that weaken a verdict: random ones, an untrained E_unk, dropped PEs.
@@ -170,7 +169,12 @@ def victim(
 def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, unknown_pe: str | None = None) -> Victim:
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
-    own = vit = unwrapped(vit)
+    vit = unwrapped(vit)
+    if isinstance(vit, nn.Module) and (changed := causes(vit)):
+        raise PrivlabError(
+            f"The gradients of {type(vit).__name__} may be others than those of its layers{changed}. Remove the hooks, "
+            "and restore each module's own methods."
+        )
     if isinstance(vit, nn.Module) and is_of_transformers(vit):
         vit = copied = as_timm(vit)
     else:
@@ -181,21 +185,17 @@ def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, un
             reason = str(error).splitlines()[0]
             raise PrivlabError(f"A model of your own is copied, and this one cannot be: {reason}") from error
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
-    head: nn.Module = nn.Identity()
     if classes is not None and copied.num_classes == 0:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             copied.reset_classifier(classes)
-        head = copied.head
         warn(_untrained_head(name, classes), 4)
     _check_classes(name, copied, classes)
     if unknown_pe is not None and (unknown_pe != "mean" or copied.pos_embed is None):
         found = f"'{unknown_pe}'" if copied.pos_embed is not None else "a model without position embeddings"
         raise PrivlabError(f"unknown_pe must be 'mean', of a model with position embeddings. Found {found}.")
     unknown = (None, None) if unknown_pe is None else (_mean_pe(copied), "mean-pe")
-    made = _assemble(name, name, copied, "given", *unknown)
-    check_gradients(own, made.model, head)
-    return made
+    return _assemble(name, name, copied, "given", *unknown)
 
 
 def _untrained_head(name: str, classes: int) -> str:
