@@ -9,8 +9,7 @@ import pandas as pd
 
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card
-from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.results import Result
+from privlab.benchmark.results import Result, defense_entries
 from privlab.benchmark.tracks import BUNDLED, Track, photographs
 from privlab.benchmark.weights import known_by as known_by_keys
 from privlab.evaluation import EXACT_DB

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pandas as pd
 
 from privlab.benchmark.cards import Card
-from privlab.benchmark.entries import of_package
 from privlab.benchmark.judged import (
     NO_ADAPTIVE,
     NOTHING,
@@ -26,7 +25,7 @@ from privlab.benchmark.judged import (
     score_of,
     worst_cases,
 )
-from privlab.benchmark.results import Result
+from privlab.benchmark.results import Result, of_package
 from privlab.benchmark.standing import PACKAGE, Standing, concluded_rows, recognised_of_package
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES

@@ -179,7 +179,7 @@ def listed(folders: Sequence[Path] = ()) -> list[Standing]:
     """
     if not folders and (kept := concluded_rows()):
         return [*kept]
-    from privlab.benchmark.entries import entries  # these import torch
+    from privlab.benchmark.results import entries  # these import torch
     from privlab.benchmark.rule import standings
 
     return standings(entries(folders))
