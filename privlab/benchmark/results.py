@@ -21,7 +21,7 @@ from privlab.benchmark.standing import PACKAGE, result_texts
 from privlab.benchmark.tracks import TRACKS, VERSION, track
 
 if TYPE_CHECKING:
-    from privlab.benchmark.judged import Judged
+    from privlab.benchmark.rule import Judged
 
 FORMAT = 1
 """The version of the format of result files."""

@@ -15,7 +15,6 @@ from torch.nn.functional import cosine_similarity
 from privlab.base import PrivlabError, collect_warnings, draw_for, versions
 from privlab.benchmark.cards import UNDEFENDED, Card, instances
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
-from privlab.benchmark.judged import conclude, judge
 from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
 from privlab.benchmark.page import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
@@ -29,6 +28,7 @@ from privlab.benchmark.results import (
     to_rows,
     write_result,
 )
+from privlab.benchmark.rule import conclude, judge
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.defenses import DEFENSES
 from privlab.evaluation import Specification, public_images, victim_of
