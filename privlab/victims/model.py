@@ -28,9 +28,6 @@ from privlab.victims.anatomy import (
 _SAME = 1e-4
 """Largest deviation of the victim's logits from the model's own, relative to their size: rounding in float32."""
 
-_TELLING = 1e-3
-"""Least difference of the logits of two images, relative to their size, by which they say what is between."""
-
 
 class AprilBlock(nn.Module):
     """A block without pre-norm and without skips: attention acts on the embeddings themselves.
@@ -92,10 +89,9 @@ class VictimModel(nn.Module):
     def _compare(self) -> frozenset[str]:
         """Check that the parts of the model give its own logits, and return the layers that `layers_run_once` misses.
 
-        A model's `forward`, or a part of it, may have been replaced, and hooks may change what goes through it. Two
-        images are classified both ways, first with the model's own weights. Those may leave a part without any effect,
-        as a head of zeros does, or the layer scales of 10⁻⁶ with which trainings begin; then, and for other classes
-        than `VisionTransformer` and `Block`, weights are drawn for a second comparison, on a copy.
+        Two images are classified both ways, with the model's own weights. These may leave a part without any effect, as
+        layer scales of 10⁻⁶ do, with which trainings begin: for other classes than `VisionTransformer` and `Block`,
+        weights are drawn for a second comparison, on a copy.
         """
         if self.mean.is_meta:  # only shapes are asked for
             return frozenset()
@@ -105,20 +101,17 @@ class VictimModel(nn.Module):
         parts, whole, _ = twin._both_ways(images)
         if whole.isfinite().all():  # weights that are no numbers say nothing of the parts
             self._check_same(parts, whole)
-        telling = bool((whole[0] - whole[1]).abs().max() > _TELLING * whole.abs().max())
         blocks = all(type(block) is Block for block in self.vit.blocks)
-        known = blocks and type(self.vit) is VisionTransformer and self.vit.attn_pool is None
-        if telling and known:
+        if blocks and type(self.vit) is VisionTransformer and self.vit.attn_pool is None:
             return frozenset()
         twin = self._copy().eval()
         for tensor in twin.vit.parameters():
             size = math.sqrt(tensor[0].numel()) if tensor.ndim > 1 else 1.0
             tensor.copy_(torch.randn(tensor.shape, generator=draw) / size)
         parts, drawn, heard = twin._both_ways(images)
-        if not (telling and torch.equal(drawn, whole)):  # else `forward` is a function that runs the caller's model
-            self._check_same(parts, drawn)
+        self._check_same(parts, drawn)
         layers = (path for path, layer in self.vit.named_modules() if isinstance(layer, nn.Linear | nn.LayerNorm))
-        return frozenset() if known else frozenset(layers) - heard
+        return frozenset(layers) - heard
 
     def _copy(self) -> "VictimModel":
         try:

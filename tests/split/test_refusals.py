@@ -18,7 +18,7 @@ from privlab.split.protocol.split_pb2 import Contract as Terms
 from privlab.split.protocol.split_pb2 import Open, Request, Save, Tensors
 from privlab.split.protocol.wire import pack, pack_state
 from privlab.split.server.server import Server
-from privlab.split.server.session_registry import Limits
+from privlab.split.server.session import Limits
 
 NORM = "blocks.0.norm1.weight"
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)

@@ -208,7 +208,7 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
     """Make an authority with certificates for a server and a client in FOLDER, to try TLS out."""
     if importlib.util.find_spec("trustme") is None:
         raise PrivlabError("Making certificates needs trustme: pip install 'privlab[split]'.")
-    from privlab.split.protocol.certificate import make_certificates
+    from privlab.split.protocol.security import make_certificates
 
     paths = make_certificates(folder, host, float(days))
     ca, cert, key, *mine = paths
