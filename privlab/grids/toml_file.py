@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from privlab.base import PrivlabError, check_name, check_range, parse_toml, read_text
+from privlab.base import PrivlabError, check_name, check_range, parse_toml
 from privlab.evaluation import GEOMETRIES
 
 
@@ -61,30 +61,16 @@ class TomlFile:
     places: dict[tuple[str, int, str], str]
 
     @classmethod
-    def read(
-        cls, path: Path, what: str, right: Mapping[str, Mapping[str, str]], overrides: Sequence[str] = ()
-    ) -> "TomlFile":
-        """Read a file and check what stands in no table.
-
-        Args:
-            path: the file.
-            what: the word for it in errors.
-            right: what the values must be.
-            overrides: TABLE.KEY=VALUE, with the value in TOML; they replace what the file states.
-        """
-        return cls.parse(path, read_text(path, what), right, overrides)
-
-    @classmethod
     def parse(
         cls, path: Path, text: str, right: Mapping[str, Mapping[str, str]], overrides: Sequence[str] = ()
     ) -> "TomlFile":
-        """Return the checked contents of a text, as `read` does of a file.
+        """Check what stands in no table of a text in TOML, and return its data.
 
         Args:
             path: the file that holds the text.
-            text: the text, in TOML.
-            right: as `read` takes it.
-            overrides: as `read` takes them.
+            text: the text.
+            right: what the values must be.
+            overrides: TABLE.KEY=VALUE, with the value in TOML; they replace what the file states.
         """
         file = cls(path, parse_toml(text, str(path)), right, {})
         table, number, count, nested = "", 0, Counter[str](), False
