@@ -12,7 +12,7 @@ from privlab.attacks.baselines.rounds import Round, labels_of_round
 from privlab.attacks.gradients.gradient_matching import mismatch, search_identity
 from privlab.attacks.rows import least_cost
 from privlab.attacks.solvers import OPTIMISERS, descend, total_variation, twice_derivable
-from privlab.base import AtLeast0, NotNegative, Positive, PrivlabError, check_options, draw_for, gradients_enabled
+from privlab.base import AtLeast0, Checked, NotNegative, Positive, PrivlabError, draw_for, gradients_enabled
 from privlab.release import each_release, undecayed
 from privlab.threat import Capability, Observation
 from privlab.victims import hash_of
@@ -22,7 +22,7 @@ _OTHER_LABEL = 1e6
 
 
 @dataclass(frozen=True)
-class FedavgMatching:
+class FedavgMatching(Checked):
     """Run the client's whole round on candidate images, and minimise the distance of its update to the released one.
 
     Idea: The client's settings are public, so the adversary can repeat the client's training on candidate images. The
@@ -84,8 +84,6 @@ class FedavgMatching:
     invariance: NotNegative = 1.0
     start: Annotated[str, ("noise", "grey")] = "noise"
     seed: int = 0
-
-    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients trained on.

@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.tokens import FC1, FC2, PROJ, QKV, UNIT_ROUNDOFF, Mlp, Separated
-from privlab.base import AtLeast1, Fraction, PrivlabError, check_options, draw_for, warn
+from privlab.base import AtLeast1, Checked, Fraction, PrivlabError, draw_for, warn
 from privlab.threat import Observation
 from privlab.victims import PreNormBlock, first_block
 
@@ -82,7 +82,7 @@ class Spear(TokenSeparation):
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if a number is out of range."""
-        check_options(self)
+        Checked.__post_init__(self)  # `sure` is no residual here, and may be more than the tolerance
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the conditions of `token-separation` that do not hold, and an activation without exact zeros."""

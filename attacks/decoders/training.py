@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import OwnRelease
-from privlab.base import PrivlabError, full_precision, warn
+from privlab.base import Checked, PrivlabError, full_precision, warn
 from privlab.patches import permute
 from privlab.release import AnyDefense, send
 from privlab.threat import Draws, Stack
@@ -29,7 +29,7 @@ Seen: TypeAlias = Any  # an observation, of gradients or of features, of which t
 Pairs: TypeAlias = tuple[Float[Tensor, "r ..."], Float[Tensor, "r c h w"]]
 
 
-class Trained(Generic[Network]):
+class Trained(Checked, Generic[Network]):
     """An attack whose network is trained once for each victim, defense and set of public images, and cached.
 
     A subclass has the methods `made` and `recipe`, and says in `form` what its networks are.

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from privlab.attacks.rows import WHITE_BOX, by_borders, warn_of_moves
-from privlab.base import AtLeast0, check_options
+from privlab.base import AtLeast0, Checked
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 
 @dataclass(frozen=True)
-class BorderJigsaw:
+class BorderJigsaw(Checked):
     """Invert each row linearly, and re-assemble the patches by `privlab.reassembly.solver`, without anchors.
 
     Idea: Without position embeddings a row says nothing of its slot. It still says what its patch looks like, because
@@ -53,8 +53,6 @@ class BorderJigsaw:
 
     rounds: AtLeast0 = ROUNDS
     predictor: str = ""
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Invert the rows and put them together.

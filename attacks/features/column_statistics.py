@@ -8,14 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.rows import WHITE_BOX, effects, least_cost, reassemble, undone
-from privlab.base import Positive, check_options
+from privlab.base import Checked, Positive
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 LEAST_CHANGE = 1e-9  # change of the log-likelihood per row, in nats, below which an exchange is rounding
 
 
 @dataclass(frozen=True)
-class ColumnStatistics:
+class ColumnStatistics(Checked):
     """Find the column order under which the rows are likeliest as rows of public photographs.
 
     Idea: A permutation of columns keeps the mean and the covariance of the features, in another order. The server knows
@@ -58,8 +58,6 @@ class ColumnStatistics:
     effort: ClassVar[str] = "quick"
 
     ridge: Positive = 0.1
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""

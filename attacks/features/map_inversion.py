@@ -9,12 +9,12 @@ from privlab.attacks.features.feature_inversion import LeastSquares, rows_as_sen
 from privlab.attacks.features.pe_assignment import PEAssignment
 from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers import Smoothness, colour_gradients, conjugate_gradients, invert_rows
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 
 @dataclass(frozen=True)
-class MapInversion:
+class MapInversion(Checked):
     """Minimise ‖W x + β − z‖² / 2σ² + strength Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p) over the patches x of a whole image.
 
     Idea: Noise on features hides weak textures, and not edges. The attack knows how strong the noise is, and that the
@@ -60,8 +60,6 @@ class MapInversion:
     steps: AtLeast1 = 30
     strength: Positive = 0.7
     epsilon: Positive = 0.1
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""

@@ -15,7 +15,7 @@ from privlab.attacks.decoders.networks import Residual, silent
 from privlab.attacks.decoders.training import Pairs
 from privlab.attacks.features.map_inversion import MapInversion
 from privlab.attacks.rows import effects
-from privlab.base import AtLeast1, check_options, check_range, draw_for
+from privlab.base import AtLeast1, check_range, draw_for
 from privlab.release import effects_of
 from privlab.threat import Capability, FeatureAttack, FeatureObservation, Reconstruction
 
@@ -86,7 +86,7 @@ class MapUNet(PairTrained["UNet"]):
 
     def __post_init__(self) -> None:
         """Raise PrivlabError for a number that is out of range."""
-        check_options(self)
+        super().__post_init__()
         check_range(self.releases >= self.batch_size, f"releases of {self.name}", "at least batch_size", self.releases)
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:

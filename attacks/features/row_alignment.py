@@ -19,13 +19,13 @@ from privlab.attacks.rows import (
     undone,
     warn_of_moves,
 )
-from privlab.base import AtLeast0, AtLeast1, PrivlabError, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked, PrivlabError
 from privlab.reassembly import ROUNDS, assemble
 from privlab.threat import Capability, FeatureObservation, Reconstruction, RowOrder
 
 
 @dataclass(frozen=True)
-class RowAlignment:
+class RowAlignment(Checked):
     """Line up the rows of b ≥ 2 images by what each slot adds to all of them, then put the slots in place together.
 
     Idea: The client may keep its position embeddings private, yet it adds the same ones to every image. Over several
@@ -72,8 +72,6 @@ class RowAlignment:
 
     iterations: AtLeast1 = 20
     rounds: AtLeast0 = ROUNDS
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Align the rows, put the slots in place and invert the rows."""

@@ -27,7 +27,7 @@ from privlab.attacks.solvers import (
     warn_of_limits,
     weighted_patches,
 )
-from privlab.base import AtLeast0, NotNegative, PrivlabError, check_options, gradients_enabled
+from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError, gradients_enabled
 from privlab.patches import patchify
 from privlab.release import Update, each_release
 from privlab.threat import Capability, Client, GradientDefense, Observation
@@ -50,7 +50,7 @@ _BOX = 30.0  # weight of the mean squared distance of normalised pixels from tho
 
 
 @dataclass(frozen=True)
-class AdamUpdate:
+class AdamUpdate(Checked):
     """Find the patches X that give the gradients of the first blocks the signs and magnitudes that Adam shows.
 
     Idea: Adam divides each entry of the gradient by its own magnitude, so that an update shows its sign. Small entries
@@ -111,8 +111,6 @@ class AdamUpdate:
     blocks: AtLeast0 = 2
     stage_steps: AtLeast0 = 200
     prior: NotNegative = 1.0
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, with the numbers."""

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.rows import least_cost
 from privlab.attacks.solvers import patch_statistics
-from privlab.base import AtLeast0, PrivlabError, check_options
+from privlab.base import AtLeast0, Checked, PrivlabError
 from privlab.images.photographs import photographs
 from privlab.patches import patchify, unpatchify
 from privlab.reassembly import ROUNDS, assemble
@@ -25,7 +25,7 @@ NEIGHBOURS = 0.9  # the correlation of neighbouring pixels that stands in for pu
 
 
 @dataclass(frozen=True)
-class BlockKey:
+class BlockKey(Checked):
     """Recover the encrypted images x̃ from their gradients, the order of the values in a block, and that of the blocks.
 
     Idea: The gradient gives back the encrypted images, and all of them have one key. Values of neighbouring pixels vary
@@ -86,8 +86,6 @@ class BlockKey:
 
     rounds: AtLeast0 = ROUNDS
     mirror: bool = False
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold."""

@@ -31,10 +31,10 @@ from privlab.attacks.solvers import (
 from privlab.base import (
     AtLeast0,
     AtLeast1,
+    Checked,
     NotNegative,
     Positive,
     PrivlabError,
-    check_options,
     draw_for,
     gradients_enabled,
     warn,
@@ -63,7 +63,7 @@ _MOST_ENTRIES = 2**26  # the most entries of gradients that are held in memory a
 
 
 @dataclass(frozen=True)
-class GradientMatching:
+class GradientMatching(Checked):
     """Minimise the distance between the gradient of candidate images and the released one, plus their total variation.
 
     Idea: The attack guesses an image, and computes the gradient that a client with that image would release. An
@@ -124,8 +124,6 @@ class GradientMatching:
     restarts: AtLeast1 = 1
     start: Annotated[str, START_NAMES] = "auto"
     seed: int = 0
-
-    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the images that the clients fed.

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from privlab.attacks.solvers import total_variation
-from privlab.base import AtLeast0, NotNegative, PrivlabError, check_options, gradients_enabled, warn
+from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError, gradients_enabled, warn
 from privlab.release import as_gradients, each_release, told_images, undecayed
 from privlab.threat import Capability, Observation
 
@@ -18,7 +18,7 @@ _WEIGHT, _BIAS = "head.weight", "head.bias"
 
 
 @dataclass(frozen=True)
-class HeadInversion:
+class HeadInversion(Checked):
     """Read the features f of each image from the head, and search for images x that have them.
 
     Idea: The gradient of the classifier is an outer product, so it gives away the label of an image and the features
@@ -72,8 +72,6 @@ class HeadInversion:
     steps: AtLeast0 = 300
     learning_rate: NotNegative = 0.1
     tv: NotNegative = 10.0
-
-    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed.

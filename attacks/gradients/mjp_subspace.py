@@ -23,7 +23,7 @@ from privlab.attacks.solvers import (
     zero_rows,
 )
 from privlab.attacks.solvers.prior import PRIORS
-from privlab.base import AtLeast0, AtLeast1, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked
 from privlab.release import undecayed
 from privlab.threat import Capability, Observation
 
@@ -96,7 +96,7 @@ def _of_update(seen: Observation) -> tuple[Float[Tensor, "b n d"], Float[Tensor,
 
 
 @dataclass(frozen=True)
-class MjpSubspace:
+class MjpSubspace(Checked):
     """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; a prior completes that.
 
     Idea: MJP hides the gradients of the masked slots, so their patches have no equation of their own. The rest of the
@@ -149,8 +149,6 @@ class MjpSubspace:
     rounds: AtLeast0 = 12
     steps: AtLeast1 = 10
     rtol: float = RTOL
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold."""

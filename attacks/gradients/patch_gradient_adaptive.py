@@ -19,12 +19,12 @@ from privlab.attacks.solvers import (
     too_many,
     warn_of_limits,
 )
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive
 from privlab.threat import Capability, GradientDefense, Observation
 
 
 @dataclass(frozen=True)
-class PatchGradientAdaptive:
+class PatchGradientAdaptive(Checked):
     """Find the smooth X that explains ∂ℓ/∂W = Aᵀ X best, where both A = ∂ℓ/∂E_pos and ∂ℓ/∂W have errors of known size.
 
     Idea: Noise, pruning or rounding puts errors on both sides of the linear system of `patch-gradient`. The attack
@@ -80,8 +80,6 @@ class PatchGradientAdaptive:
     rounds: AtLeast0 = 6
     steps: AtLeast1 = 30
     epsilon: Positive = 0.1
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold, or the decay that it does not undo."""

@@ -21,7 +21,7 @@ from privlab.attacks.solvers import (
     zero_rows,
 )
 from privlab.attacks.solvers.prior import Map
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel
 
@@ -77,7 +77,7 @@ class Free(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PatchGradientPrior:
+class PatchGradientPrior(Checked):
     """Solve Aᵀ X = ∂ℓ/∂W as `patch-gradient` does, and find what that leaves open if N ≥ D or A is ill conditioned.
 
     Idea: The linear system of `patch-gradient` has too few equations where there are as many patches as channels. The
@@ -131,8 +131,6 @@ class PatchGradientPrior:
     levels: AtLeast0 = 255
     kept: AtLeast1 = 16
     passes: AtLeast1 = 4
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N ≤ D + 4 with its numbers if it does not hold; step 2 was measured up to there."""

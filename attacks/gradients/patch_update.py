@@ -24,7 +24,7 @@ from privlab.attacks.solvers import (
     warn_of_limits,
     weighted_patches,
 )
-from privlab.base import AtLeast0, PrivlabError, check_options
+from privlab.base import AtLeast0, Checked, PrivlabError
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     Update,
@@ -49,7 +49,7 @@ _CONVERGED = 1e-3  # the relative change of the missing entries below which they
 
 
 @dataclass(frozen=True)
-class PatchUpdate:
+class PatchUpdate(Checked):
     """Solve Aᵀ X = G for the patches X of a client that trained on one image, however many steps it took.
 
     Idea: A client that trains on one image for several steps releases the difference of its weights. All steps of SGD
@@ -124,8 +124,6 @@ class PatchUpdate:
     decay: Annotated[str, ("known", "fitted")] = "known"
     rounds: AtLeast0 = 3
     levels: AtLeast0 = 255
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, or how many entries a filter took where these are too many, with the numbers."""

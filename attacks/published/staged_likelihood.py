@@ -20,7 +20,7 @@ from privlab.attacks.solvers import (
     photograph_gradients,
     twice_derivable,
 )
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options, draw_for, full_precision, gradients_enabled
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive, draw_for, full_precision, gradients_enabled
 from privlab.patches import patchify, unpatchify
 from privlab.release import released_parameters
 from privlab.threat import Capability, Observation, check_capabilities
@@ -31,7 +31,7 @@ STARTS = {kind.name: kind for kind in (PatchGradientAdaptive, LearningToInvert)}
 
 
 @dataclass(frozen=True)
-class StagedLikelihood:
+class StagedLikelihood(Checked):
     """Minimise −log p(G_L | X, Δ) − log p(X) over X and Δ = ∂ℓ/∂z_L, for L = 1, 2, 4, … blocks, up to all of them.
 
     Idea: Whatever follows the first blocks, the gradients of their parameters depend on the image and on one gradient
@@ -88,8 +88,6 @@ class StagedLikelihood:
     steps: AtLeast1 = 40
     epsilon: Positive = 0.1
     seed: int = 0
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what the model of the release lacks: E_unk at slots that a defense of images masks."""

@@ -25,7 +25,7 @@ from privlab.attacks.tokens import (
     separate_inputs,
     tokens_of,
 )
-from privlab.base import AtLeast1, Fraction, PrivlabError, check_options, draw_for, warn
+from privlab.base import AtLeast1, Checked, Fraction, PrivlabError, draw_for, warn
 from privlab.release import as_gradients
 from privlab.threat import Capability, Client, Observation, Reconstruction
 from privlab.victims import PreNormBlock, VictimModel, first_block, why_no_plain_block
@@ -35,7 +35,7 @@ _DOWN, _BIAS, _UP = (f"{_PATH}.{name}" for name in ("down.weight", "down.bias", 
 
 
 @dataclass(frozen=True)
-class AdapterSeparation:
+class AdapterSeparation(Checked):
     """Recover the image of a client that trains bottleneck adapters alone, from those of the first block.
 
     Idea: The gradients of an adapter behind the first MLP span what that MLP gives for each token, and only true tokens
@@ -97,8 +97,6 @@ class AdapterSeparation:
     steps: AtLeast1 = 60
     tolerance: Fraction = 1e-5
     seed: int = 0
-
-    __post_init__ = check_options
 
     @staticmethod
     def refuses(client: Client) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privlab.attacks.solvers import Smoothness, photograph_gradients, token_count
 from privlab.attacks.tokens import QKV, normalised_tokens
-from privlab.base import AtLeast1, PrivlabError, check_options, gradients_enabled, warn
+from privlab.base import AtLeast1, Checked, PrivlabError, gradients_enabled, warn
 from privlab.release import as_gradients
 from privlab.threat import Capability, Client, Observation
 from privlab.victims import VictimModel, why_no_plain_block
@@ -29,7 +29,7 @@ _RANK_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class QkvSpan:
+class QkvSpan(Checked):
     """Find the likeliest image whose tokens span the row space of ∂ℓ/∂W_qkv, or of LoRA's ∂ℓ/∂B, of the first block.
 
     Idea: Whoever trains queries, keys and values, or LoRA's mixtures of them, shows the space that an image's tokens
@@ -83,8 +83,6 @@ class QkvSpan:
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
     steps: AtLeast1 = 300
-
-    __post_init__ = check_options
 
     @staticmethod
     def refuses(client: Client) -> str | None:

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import AtLeast0, NotNegative, Positive, Share, check_options
+from privlab.base import AtLeast0, Checked, NotNegative, Positive, Share
 from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
-class AdaptiveClipping:
+class AdaptiveClipping(Checked):
     """Release u · min(1, C_t/‖u‖), ‖u‖ over all released parameters, with the bound C_t after t earlier rounds.
 
     Idea: The client scales its update down to a bound on the norm, and says in one bit whether it had to. The server
@@ -61,8 +61,6 @@ class AdaptiveClipping:
     std: NotNegative = 0.05
     rounds: AtLeast0 = 0
     bit: Annotated[str, ("within", "clipped")] = "within"
-
-    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:

@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from privlab.base import AtLeast1, NotNegative, Positive, PrivlabError, check_options
+from privlab.base import AtLeast1, Checked, NotNegative, Positive, PrivlabError
 from privlab.threat import Effects, Gradients, Guarantee
 
 DELTA = 1e-5  # the δ for which ε is stated
 
 
 @dataclass(frozen=True)
-class GradientNoise:
+class GradientNoise(Checked):
     """Release g · min(1, C/‖g‖) + ε, ε ~ N(0, (multiplier · C)²), with ‖g‖ over all released parameters of an image.
 
     Idea: The client scales its gradient down to a largest norm, and adds Gaussian noise to every entry. This is the
@@ -53,8 +53,6 @@ class GradientNoise:
     clip: Positive = 1.0
     multiplier: NotNegative = 1.0
     releases: AtLeast1 = 1
-
-    __post_init__ = check_options
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the clipped gradients with noise, or the mean of several such releases.

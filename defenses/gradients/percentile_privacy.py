@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool
 from torch import Generator, Tensor
 
-from privlab.base import AtLeast1, Positive, check_options, check_range
+from privlab.base import AtLeast1, Checked, Positive, check_range
 from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
-class PercentilePrivacy:
+class PercentilePrivacy(Checked):
     """Release clip(d, ±γ) where |d| ≥ c, and 0 elsewhere; c is the percentile of |d| over all parameters.
 
     Idea: The client drops the entries of its update below a percentile of the magnitudes, and clips the others. Nothing
@@ -56,7 +56,7 @@ class PercentilePrivacy:
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if a number is out of range."""
-        check_options(self)
+        super().__post_init__()
         check_range(0 <= self.percentile <= 100, f"percentile of {self.name}", "in [0, 100]", self.percentile)
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import Positive, check_options
+from privlab.base import Checked, Positive
 from privlab.threat import Effects, Feed
 
 
 @dataclass(frozen=True)
-class CutMix:
+class CutMix(Checked):
     """Paste into each image a random rectangle, of area (1 − λ)·h·w, of another image of the batch, at the same place.
 
     Idea: The client pastes a rectangle of another image of its batch into each image. What is released is a function of
@@ -45,8 +45,6 @@ class CutMix:
     acts_as: ClassVar[Effects] = Effects(other=True)
 
     alpha: Positive = 1.0
-
-    __post_init__ = check_options
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the mixed images."""
