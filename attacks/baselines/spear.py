@@ -40,8 +40,7 @@ class Spear(TokenSeparation):
        is positive exactly where δ is not zero (`_disaggregate`).
     3. From tokens to images as in `token-separation`.
 
-    The chance that n − 1 rows are off is 2^(1−n) where ReLU is off for half of them: the cost is exponential in the
-    number of tokens. Another activation, such as the GELU of timm's ViTs, leaves no exact zeros, and is refused.
+    The chance that n − 1 rows are off is 2^(1−n) where ReLU is off for half of them.
 
     Exact if: `token-separation` would be, the MLP has ReLU, and every token's direction was drawn.
 

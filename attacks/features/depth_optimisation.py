@@ -34,7 +34,7 @@ class DepthOptimisation(Checked):
     images. The N patches of x are μ + S^½ v, with the mean μ and the covariance S of public patches: steps are long
     where photographs vary, and ‖v‖² is the patches' Gaussian prior. TV(x) is the mean absolute difference of
     neighbouring pixels. The search starts where the affine map leads that takes the rows of public images to their
-    patches with the least squared error. The learning rate decays by a cosine. Rows are taken in the order sent.
+    patches with the least squared error. The learning rate decays by a cosine.
 
     Exact if: no condition is known: it is a search without a guarantee.
 

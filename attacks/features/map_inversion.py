@@ -27,8 +27,8 @@ class MapInversion(Checked):
     adjacent pixels, across and down, within patches and between them. Their colour covariance Γ is that of public
     images. The sum is the negative logarithm of a posterior density: where `least-squares` estimates each patch by
     itself, this reads all of an image, and keeps its edges. It begins at `least-squares`, and reweights the sum in each
-    round, which solves a linear system by conjugate gradients. Without noise it is `least-squares`. Rows that the
-    defense moves are placed as `pe-assignment` does, if the model has position embeddings.
+    round, which solves a linear system by conjugate gradients. Rows that the defense moves are placed as
+    `pe-assignment` does.
 
     Exact if: never: noise stays, and weak textures are lost with it. Without noise it is `least-squares`.
 

@@ -36,14 +36,13 @@ class MapUNet(PairTrained["UNet"]):
     Algorithm: x̂ is the image that `map-inversion` finds under a prior written by hand, and x̂₀ its start, the linear
     estimate of each patch. f_φ is a U-Net: it learns what photographs look like, and what errors both make under this
     noise. Keys and noise of the releases that it is trained on are the adversary's own. It is trained once for each
-    victim, defense and set of public images, and cached. With few public images it learns little. Without noise it is
-    `map-inversion`.
+    victim, defense and set of public images, and cached.
 
     Exact if: no condition is known: it is a trained network without a guarantee. Without noise it is `map-inversion`,
     which then is `least-squares`.
 
     Fails if: the noise is not white, not known, or not on the embedding's rows. With the bundled photographs alone it
-    learns little: it needs `--public` with hundreds of images. It is trained for each defense and victim.
+    learns little: it needs `--public` with hundreds of images.
 
     Cost: 5 to 7 minutes of training on one busy core, its 6,000 own releases included (`cifar_vit`, 32 pixels).
 

@@ -74,8 +74,8 @@ class AdamUpdate(Checked):
     Of several steps the size of a median entry's move counts as that of a full step, and the spread of the moves about
     it as their error: an image that is learnt in the first steps has small gradients after them.
 
-    It has no guarantee where most magnitudes are unknown, which is the usual case at small rates. A state that was
-    carried from other rounds is refused where it shows: where a weight moved further than a fresh state can move it.
+    A state that was carried from other rounds is refused where it shows: where a weight moved further than a fresh
+    state can move it.
 
     Exact if: no condition is known: it has no guarantee. The fewer patches there are, and the more entries have a
     magnitude that ε shows, the nearer it comes: at high rates and for images with a small gradient.

@@ -55,8 +55,7 @@ class BlockKey(Checked):
     predicts them).
 
     Fails if: few images share a key: with five or ten photographs under one key it has 20 to 22 dB, and with one it
-    finds nothing. Only labels that the model predicts distinguish an image from its mirror image. It refuses a gradient
-    of several images, because its equations then mix the images.
+    finds nothing. It refuses a gradient of several images, because its equations then mix the images.
 
     Cost: 2 s an image (20 photographs together, ViT-Ti, 160 pixels, one shared core).
 

@@ -35,8 +35,7 @@ class HeadInversion(Checked):
     2. ‖f(x) − f‖² / ‖f‖² + tv · TV(x) is minimised from grey by Adam, whose steps shrink to zero along half a cosine;
        TV is the mean absolute difference of neighbouring pixels, and x = sigmoid(u) keeps pixels in [0, 1].
 
-    f has D numbers, and an image has many more. So the search has no guarantee, and its failure says nothing of f: who
-    has photographs can ask which of them has it. An image whose f is not found is grey.
+    Who has photographs can ask which of them has these features. An image whose f is not found is grey.
 
     Exact if: the gradient is that of one image, after one step or where the head alone trains, or of a batch whose
     images the head's gradient separates: the features that the head read are then exact. The search for an image has no

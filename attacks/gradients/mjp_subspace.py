@@ -116,8 +116,7 @@ class MjpSubspace(Checked):
     Exact if: N < D: the unmasked patches are then exact except for their part in the span of the masked ones.
 
     Fails if: the masked patches matter: an image prior completes the open part of the others, and the masked patches
-    become the smoothest ones in their span. In an update of several steps, each with its own mask, patches that moved
-    while the loss was large count as masked.
+    become the smoothest ones in their span.
 
     Cost: 0.6 s of processor time an image at 160 pixels (ViT-Ti), 1.3 s at 224 pixels (DeiT-S).
 

@@ -94,15 +94,14 @@ class PatchGradientPrior(Checked):
     2. Pixels of eight bits are integers. The N values at one place of all patches have N − D + 1 unknowns: these are
        found one after the other (`_integers`), and the remaining values test that they are right.
 
-    The result is exact if few combinations are free, the image was fed in integer levels, and the rounding error is
-    below the spacing of the levels (with random weights it may not be); otherwise it is that of step 1. If no
-    combination is free this is `patch-gradient`, and also under MJP, which it does not know.
+    If no combination is free this is `patch-gradient`.
 
     Exact if: `patch-gradient` would be; for an image of eight bits also for a few patches more than that (measured:
     trained weights, D = 192, N = 196).
 
-    Fails if: there are many more patches than equations (N = 225, D = 192), or the pixels are not whole grey levels:
-    only its image prior is left then. Under MJP it is `patch-gradient`.
+    Fails if: there are many more patches than equations (N = 225, D = 192), the pixels are not whole grey levels, or
+    the rounding error is as large as a level, as it may be with random weights: only its image prior is left then.
+    Under MJP it is `patch-gradient`.
 
     Cost: 1.0 s an image (ViT-Ti, 224 pixels, one shared core).
 

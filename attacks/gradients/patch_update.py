@@ -80,8 +80,6 @@ class PatchUpdate(Checked):
     they set to zero or clipped are missing, and those of A are found from the others (`_complete`), unless there are
     more than 6,000. Rounding is not foreseen then.
 
-    Adam and AdamW divide by the gradient's magnitude, so their updates have no such form, and are refused.
-
     Exact if: `patch-gradient` would be, and the client trains on one image by SGD, for any number of steps; the
     rounding of stored weights remains. That is undone too if the image has 256 grey levels and its gradient is not too
     small. The attack undoes momentum, schedules, clipping and weight decay.

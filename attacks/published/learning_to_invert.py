@@ -33,13 +33,13 @@ class LearningToInvert(PairTrained["GradientDecoder"]):
     defense they determine the image, since G = Aᵀ X, and the decoder learns to use what a defense leaves of both. It is
     trained once for each victim, defense and set of public images, and cached.
 
-    The public images have the classes that the model predicts. With few of them the decoder learns little.
+    The public images have the classes that the model predicts.
 
     Exact if: no condition is known: it is a trained decoder without a guarantee. Under noise as strong as the gradient
     it can learn no more than the mean of its images.
 
     Fails if: it has too few images to learn from, as with the bundled photographs alone: it needs `--public` with
-    hundreds of images. It is trained for each defense and victim.
+    hundreds of images.
 
     Cost: 11 to 24 minutes of training on one busy core, for 8,000 releases and 800 steps (`cifar_vit`).
 

@@ -40,16 +40,14 @@ class StagedLikelihood(Checked):
 
     Steps: start from a closed form → image and gradient behind one block → more blocks, up to all
 
-    Algorithm: Whatever follows block L, the gradients of all parameters before it are ∂⟨Δ, z_L(X)⟩/∂θ. Of a small L
-    they are nearly bilinear in X and Δ, so that a search from a poor start finds its way; a larger L adds equations and
-    no unknown, and behind the last block Δ is left at the class token alone. Each stage begins at the image of the one
-    before. p knows the variance of each entry that a defense states, or the interval in which a missing one lies;
-    clipping is a scale of Δ. See `_Stage` for the objective, which damped Gauss-Newton steps reduce.
+    Algorithm: The gradients of all parameters before block L are ∂⟨Δ, z_L(X)⟩/∂θ. A larger L adds equations and no
+    unknown, and behind the last block Δ is left at the class token alone. p knows the variance of each entry that a
+    defense states, or the interval in which a missing one lies; clipping is a scale of Δ. See `_Stage` for the
+    objective, which damped Gauss-Newton steps reduce.
 
     No label is needed.
 
-    Exact if: no condition is known: it is a search without a guarantee. It comes nearer with every step that it may
-    take, and stops after a fixed number.
+    Exact if: no condition is known: it is a search without a guarantee, and stops after a fixed number of steps.
 
     Fails if: its start is far from the image, as behind signs or where a tenth of the entries is kept: this leaves it
     far below what the release determines. It was measured on `cifar_vit` alone.

@@ -76,8 +76,7 @@ class RoundUnrolling(TokenSearch):
     5. That share is taken off, and the search goes on at the weights after the step. The image of a step that is left
        alone solves Aᵀ X = G, as in `patch-update`.
 
-    It needs T (N + p) < D for T steps, N patches and p prefix tokens. In later passes the images are known already.
-    Images that are not found are grey: all those after one whose tokens are not found.
+    In later passes the images are known already. All images after one whose tokens are not found are grey.
 
     Exact if: T (N + p) < D for rounds of T steps of SGD with one image in each, N patches and p prefix tokens, the
     images have 256 grey levels, and every token of an image is found.

@@ -20,8 +20,7 @@ class BatchShuffle(Checked):
 
     Steps: draw a share of the tokens → shuffle among all images
 
-    Algorithm: The server's attention then mixes the patches of different images, and the client restores the order of
-    its outputs. Unlike `row-permutation`, this changes the utility.
+    Algorithm: The client restores the order of its outputs.
 
     Fails if: rows carry public position embeddings: these put the rows back, but do not say to which image they belong.
 

@@ -28,8 +28,7 @@ class AdaptiveClipping(Checked):
     of the norms. Flower's bit is 1 where the update was clipped: then C goes away from that quantile, up or down.
 
     The earlier rounds are simulated with clients whose updates all have the norm of this one. The server, which draws
-    ε, knows C_t; an adversary who does not has one unknown factor. The noise that the server adds to the sum of the
-    clients protects nobody from the server, and is not part of this.
+    ε, knows C_t; an adversary who does not has one unknown factor.
 
     Fails if: the adversary reads the ratios of the entries: it hides the norm of an update, and nothing else of one
     client, because one factor is on all entries. The noise that a server adds to the sum of the clients comes after the

@@ -20,8 +20,7 @@ class BinaryWeights(Checked):
 
     Steps: update g → multiply by random 0 or 1
 
-    Algorithm: The zeros show which entries are missing; the others are exact. The server's mean over clients is `keep`
-    times the mean gradient.
+    Algorithm: The server's mean over clients is `keep` times the mean gradient.
 
     Fails if: N < keep · D: the zeros show which entries are missing, and the others are exact, so that enough of them
     determine the image. Several releases of one image reveal more.

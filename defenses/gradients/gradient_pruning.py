@@ -20,8 +20,6 @@ class GradientPruning(Checked):
 
     Steps: gradient g → keep the largest share
 
-    Algorithm: The adversary sees which entries are missing: they are the zeros.
-
     Fails if: the entries that are left determine the image: they are exact, and which entries are missing is public. It
     gives no guarantee.
 

@@ -25,9 +25,6 @@ class PercentilePrivacy(Checked):
     Algorithm: NVFlare divides by the steps T of the round first, if the client states them, and multiplies by them
     last: then the bound is γ T.
 
-    The adversary sees which entries are missing, and which are at the bound. Nothing is drawn at random, so that it
-    gives no differential privacy.
-
     Fails if: few entries are dropped: these follow from the others. Of gradients above its bound the embedding's are
     cut most, and `qkv-completion` reads others. It draws nothing, and gives no guarantee.
 

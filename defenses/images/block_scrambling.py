@@ -25,8 +25,7 @@ class BlockScrambling(Checked):
 
     Steps: permute the blocks by a key → permute the values in each block
 
-    Algorithm: Slot i holds block σ(i), and value k of each block is value π(k) of it, so x̃_i = P_π x_σ(i). A block is
-    a patch of the model, which can then be fine-tuned on encrypted images. Both orders are drawn once for a client.
+    Algorithm: Slot i holds block σ(i), and value k of each block is value π(k) of it, so x̃_i = P_π x_σ(i).
 
     Fails if: the adversary sees several images: one key serves all of them, so that photographs give it away.
     Neighbouring pixels vary together, and borders continue each other.

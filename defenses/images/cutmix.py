@@ -23,7 +23,7 @@ class CutMix(Checked):
     Steps: draw λ and a rectangle → paste from another image
 
     Algorithm: λ ~ Beta(alpha, alpha), one draw per image; the rectangle has the image's aspect ratio and is cut at its
-    border. The image of a batch of one does not change.
+    border.
 
     Fails if: the adversary recovers the mixture, which may come back exactly, with all of the image that the rectangle
     leaves. A batch of one image is not changed at all.
