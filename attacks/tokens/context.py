@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.func import jacfwd, vmap
 
@@ -57,7 +56,6 @@ class Embeddings(NamedTuple):
             pe: the position embeddings of the slots.
         """
         norm, (W, b) = reads.block.norm1, projection(reads.model)
-        assert isinstance(norm, nn.LayerNorm)
         heard, base, V = reads.heard, b + pe, Y @ W.mT
         unheard = norm.weight[:, None] * torch.linalg.svd(heard, full_matrices=True).Vh[len(heard) :].mT
         U, S, Vh = torch.linalg.svd(V @ unheard, full_matrices=True)
@@ -256,7 +254,6 @@ class _Search:
     def _token(self, z: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return u of an embedded token among others with keys k and values v."""
         attn = self.block.attn
-        assert isinstance(attn, Attention)
         q, own_k, own_v = heads(self.block, z[None])
         k, v = torch.cat([k, own_k], 1), torch.cat([v, own_v], 1)
         o = ((q @ k.mT * attn.scale).softmax(-1) @ v).transpose(0, 1).reshape(1, -1)

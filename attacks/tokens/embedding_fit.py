@@ -186,7 +186,6 @@ class _Fit:
     def _factor_of_own(self, v: Float[Tensor, "t d"], L: Tensor) -> Float[Tensor, "n m m"]:
         """Return Cholesky's factors of Jᵀ J + I without what attention carries from patch to patch."""
         norm, own = self.block.norm2, self.places[self.of_patch]
-        assert isinstance(norm, nn.LayerNorm)
         std = (v[own].var(1, correction=0) + norm.eps).sqrt()[:, None]
         t, B = _centred(v[own]) / std, _centred(self.law.B)
         J = (B - (t @ B.mT)[..., None] * t[:, None] / v.shape[1]) * (norm.weight / std)[:, None]

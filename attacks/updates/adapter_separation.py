@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from privlab.attacks.solvers import photograph_gradients, token_count
 from privlab.attacks.tokens import (
@@ -189,6 +189,5 @@ def _image(
 
 def _mlp(block: PreNormBlock) -> tuple[Mlp, Float[Tensor, " d"]]:
     """Return the MLP without its adapter, and the bias of its second layer."""
-    mlp, fc2 = Mlp.of(block), block.mlp.get_submodule("fc2")
-    assert isinstance(fc2, nn.Linear)
+    mlp, fc2 = Mlp.of(block), block.mlp.fc2
     return mlp, torch.zeros_like(mlp.β) if fc2.bias is None else fc2.bias.detach()
