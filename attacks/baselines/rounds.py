@@ -84,24 +84,18 @@ class Round:
         model: the server's model with θ_0, whose attention is not fused, and none of whose parameters is trained.
         client: the public settings, of SGD without dropout.
         names: the parameters that are returned.
+
+    Raises:
+        PrivlabError: if the client does not train by SGD, or draws dropout in private.
     """
 
     model: VictimModel
     client: Client
     names: Sequence[str]
 
-    @classmethod
-    def of(cls, model: VictimModel, client: Client, names: Sequence[str]) -> "Round":
-        """Return the round of a client.
-
-        Args:
-            model: the server's model with θ_0, whose attention is not fused.
-            client: its public settings.
-            names: the parameters that are compared.
-
-        Raises:
-            PrivlabError: if the client does not train by SGD, or draws dropout in private.
-        """
+    def __post_init__(self) -> None:
+        """Refuse a client whose round cannot be run again."""
+        client = self.client
         why = "" if client.optimiser == "sgd" else f"client.optimiser={client.optimiser}"
         why = f"client.dropout={client.dropout:g}" if client.dropout else why
         why = f"client.drop_path={client.drop_path:g}" if client.drop_path else why
@@ -110,7 +104,6 @@ class Round:
                 f"A round can be run again for SGD without dropout. Found {why}. That this does not apply is no "
                 "evidence of privacy."
             )
-        return cls(model, client, names)
 
     @property
     def passes(self) -> int:

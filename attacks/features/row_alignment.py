@@ -78,7 +78,12 @@ class RowAlignment(Checked):
         model, kind, noise = seen.model, effects(seen).rows, effects(seen).noise_std
         warn_of_moves(self.name, seen, rows=True)
         features = undone(seen).double()
-        _check(features, kind)
+        if len(features) < 2:
+            raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
+        if kind == "mixed":
+            raise PrivlabError(
+                "row-alignment needs rows that stay with their image. Found rows mixed among images: use pe-assignment."
+            )
         law = patch_law(model, seen.public, noise)
         prefix, known = known_tokens(model)
         public = known if Capability.POSITION_EMBEDDINGS in seen.grants else None
@@ -125,15 +130,6 @@ class RowAlignment(Checked):
             near, slots = (torch.linalg.solve_triangular(L, x.mT, upper=False).mT for x in (u, public))
             places = torch.cdist(slots, near).square() / 2
         return assemble(costs, model.grid, places=places, rounds=self.rounds)
-
-
-def _check(features: Float[Tensor, "b t d"], kind: RowOrder) -> None:
-    if len(features) < 2:
-        raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
-    if kind == "mixed":
-        raise PrivlabError(
-            "row-alignment needs rows that stay with their image. Found rows mixed among images: use pe-assignment."
-        )
 
 
 def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: RowOrder) -> Int[Tensor, "b n"]:

@@ -24,10 +24,11 @@ from privlab.attacks.solvers import (
     signed_product,
     slot_gradients,
     too_many,
+    values_and_slopes,
     warn_of_limits,
     weighted_patches,
 )
-from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError, gradients_enabled
+from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError
 from privlab.patches import patchify
 from privlab.release import Update, each_release
 from privlab.threat import Capability, Client, GradientDefense, Observation
@@ -207,17 +208,12 @@ class _Search:
         self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
         """Return the objective and its gradient at points."""
-        values, slopes = [], []
-        for each in points:
-            with gradients_enabled():
-                point = each.detach().requires_grad_()
-                X, delta = self.parts(point)
-                made = self.first.gradients(X, delta, create_graph=True)
-                outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
-                height, width = self.first.model.image_shape[1:]
-                edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)
-                value = row_disagreement(made, self.wanted) + self.prior * edges + _BOX * outside
-                (slope,) = torch.autograd.grad(value, point)
-            values.append(value.detach())
-            slopes.append(slope)
-        return torch.stack(values), torch.stack(slopes)
+        return values_and_slopes(self._value, points, numbers)
+
+    def _value(self, points: Float[Tensor, "1 q"], _: Int[Tensor, " 1"]) -> Float[Tensor, " 1"]:
+        X, delta = self.parts(points[0])
+        made = self.first.gradients(X, delta, create_graph=True)
+        outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
+        height, width = self.first.model.image_shape[1:]
+        edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)
+        return (row_disagreement(made, self.wanted) + self.prior * edges + _BOX * outside)[None]

@@ -27,6 +27,7 @@ from privlab.attacks.solvers import (
     shares_mask,
     slot_gradients,
     twice_derivable,
+    values_and_slopes,
 )
 from privlab.base import (
     AtLeast0,
@@ -36,7 +37,6 @@ from privlab.base import (
     Positive,
     PrivlabError,
     draw_for,
-    gradients_enabled,
     warn,
 )
 from privlab.patches import patchify, unpatchify
@@ -275,17 +275,7 @@ class Match:
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
         """Return the objective and its gradient at the points of candidates with these numbers, a few at a time."""
         size = self.B * sum(parameter.numel() for parameter in self.model.parameters())
-        values, slopes = [], []
-        for some, of_some in zip(
-            *(each.split(max(1, _MOST_ENTRIES // size)) for each in (points, numbers)), strict=True
-        ):
-            with gradients_enabled():
-                x = some.detach().requires_grad_()
-                value = self._value(x, of_some % len(self.norm))
-                (slope,) = torch.autograd.grad(value.sum(), x)
-            values.append(value.detach())
-            slopes.append(slope)
-        return torch.cat(values), torch.cat(slopes)
+        return values_and_slopes(self._value, points, numbers % len(self.norm), max(1, _MOST_ENTRIES // size))
 
     def _value(self, points: Float[Tensor, "s q"], release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
         model, X = self.model, self.patches(points, release).flatten(0, 1)

@@ -20,7 +20,7 @@ from privlab.attacks.solvers import (
     warn_of_limits,
     zero_rows,
 )
-from privlab.attacks.solvers.prior import Map
+from privlab.attacks.solvers.linear import Map
 from privlab.base import AtLeast0, AtLeast1, Checked, Positive
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solvers.ridge import RTOL, ridge_inverse
+from privlab.attacks.solvers.linear import RTOL, ridge_inverse
 from privlab.base import check_range
 from privlab.patches import patchify
 from privlab.release import Update, rounding_deviation

@@ -167,10 +167,7 @@ def read_numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 class Checked:
-    """An attack or a defense whose options are checked when it is made.
-
-    The range of a number is one of those above. `Annotated[str, NAMES]` takes one of these names.
-    """
+    """An attack or a defense whose options are checked: a number by a range above, `Annotated[str, NAMES]` by names."""
 
     name: ClassVar[str]
 
