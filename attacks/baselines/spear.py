@@ -111,20 +111,19 @@ class Spear(TokenSeparation):
                 f"{self.name} needs an MLP with ReLU, whose gradient has exact zeros. Found {act}. That it does not "
                 "apply is no evidence of privacy: see token-separation."
             )
-        return [self._of_release(block, seen, i, count) for i in releases]
-
-    def _of_release(self, block: PreNormBlock, seen: Observation, i: int, count: int) -> Separated:
-        G, b = (seen.gradients[name][i].double() for name in (FC1, _BIAS))
-        found = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
-        if count < G.shape[1]:
-            found = self._disaggregate(Mlp.of(block), G, b, count, draw_for(self.seed, self.name, "rows"))
-        if len(found.u) < count:
-            warn(
-                f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} rounds "
-                f"of {self.starts} sets of rows). A low score here is no evidence of privacy.",
-                5,
-            )
-        return found
+        every = []
+        for G, b in zip(seen.gradients[FC1][releases].double(), seen.gradients[_BIAS][releases].double(), strict=True):
+            found = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
+            if count < G.shape[1]:
+                found = self._disaggregate(Mlp.of(block), G, b, count, draw_for(self.seed, self.name, "rows"))
+            if len(found.u) < count:
+                warn(
+                    f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} "
+                    f"rounds of {self.starts} sets of rows). A low score here is no evidence of privacy.",
+                    3,
+                )
+            every.append(found)
+        return every
 
     @torch.no_grad()
     def _disaggregate(
