@@ -42,8 +42,7 @@ class CocktailParty(HeadInversion):
     `privlab.release.told_images` gives exactly (2 B ≤ C − 2). Where the head alone trains, so may the steps of SGD be
     as many as they are, since its features stay the same. D samples do not separate sources of a few hundred.
 
-    Exact if: the features are independent of each other over their D samples: the features are then exact. The search
-    for images has no guarantee.
+    Exact if: the features are independent of each other over their D samples. The search for images has no guarantee.
 
     Fails if: the features depend on each other: on those of trained ViTs it is far from exact at every batch size that
     was tried, and dividing a label's row of ∂ℓ/∂W by its entry of ∂ℓ/∂b is nearer. It needs B < C classes and B ≤ D.

@@ -21,8 +21,7 @@ class FedLeak(GradientMatching):
     """Minimise 1 − cos(∇ℓ(x), G) over the largest entries of each layer of G, plus a multiple of its own slope's norm.
 
     Idea: The update of a round is taken for a gradient. The attack looks for images whose gradient has the direction of
-    the update in its largest entries alone. It prefers points around which the distance hardly changes, because
-    searches get on there.
+    the update in its largest entries alone. It prefers points around which the distance hardly changes.
 
     Steps: mean gradient of the round → match the largest entries → penalise the slope
 

@@ -14,8 +14,7 @@ class BorderJigsaw(Checked):
     """Invert each row linearly, and re-assemble the patches by `privlab.reassembly.solver`, without anchors.
 
     Idea: Without position embeddings a row says nothing of its slot. It still says what its patch looks like, because
-    the projection can be inverted. The patches are then put together as a jigsaw puzzle, by how well their borders
-    continue each other.
+    the projection can be inverted. The patches are then put together as a jigsaw puzzle, by their borders.
 
     Steps: invert each row → compare borders → grow the image
 
@@ -26,8 +25,7 @@ class BorderJigsaw(Checked):
 
     Exact if: every row is placed, up to what the projection W loses (nothing for a square W of full rank).
 
-    Fails if: patches are similar: these are put in the wrong place, above all where every image has an order of its
-    own.
+    Fails if: patches are similar: these are put in the wrong place, above all where each image has its own order.
 
     Cost: 0.03 to 0.30 s an image for the re-assembly (patches of 16 pixels, 160 and 224 pixels).
 

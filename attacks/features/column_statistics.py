@@ -19,8 +19,7 @@ class ColumnStatistics(Checked):
     """Find the column order under which the rows are likeliest as rows of public photographs.
 
     Idea: A permutation of columns keeps the mean and the covariance of the features, in another order. The server knows
-    both from public photographs. It looks for the order in which they agree best, first by an assignment and then by
-    swaps.
+    both from public photographs. It looks for the order in which they agree best, by an assignment and then by swaps.
 
     Steps: moments of the features → match with public moments → place and invert the rows
 
@@ -35,8 +34,7 @@ class ColumnStatistics(Checked):
 
     The columns, rows and images are then restored as in `class-token-key`.
 
-    Exact if: no condition is known: it has no guarantee, because the column order is the best that a local search
-    finds.
+    Exact if: no condition is known: the column order is the best that a local search finds.
 
     Fails if: the local search ends early: at width 768 it finds 89 to 98 % of the key from four images (random ViT-B).
 

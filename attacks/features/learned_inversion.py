@@ -120,8 +120,7 @@ class InversionMae(_Inversion):
     """The paper's attack: a decoder like that of MAE, with Transformer blocks over rows, of which row i writes slot i.
 
     Idea: The adversary sends its own images through the client's embedding and defense. It trains a decoder of
-    Transformer blocks, as the paper of permutation equivariance does. The decoder has a fixed order of rows, which a
-    row permutation disturbs.
+    Transformer blocks, as the paper of permutation equivariance does. Row permutations disturb its order of rows.
 
     Steps: features of public images → train a decoder (MAE) → apply it to the release
 

@@ -32,8 +32,7 @@ class MapInversion(Checked):
 
     Exact if: never: noise stays, and weak textures are lost with it. Without noise it is `least-squares`.
 
-    Fails if: the noise is not white, not known, or not on the embedding's rows. Rows that are moved need position
-    embeddings.
+    Fails if: the noise is not white, not known, or not on the embedding's rows. Moved rows need position embeddings.
 
     Studies: published
 

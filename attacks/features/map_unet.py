@@ -38,8 +38,7 @@ class MapUNet(PairTrained["UNet"]):
     noise. Keys and noise of the releases that it is trained on are the adversary's own. It is trained once for each
     victim, defense and set of public images, and cached.
 
-    Exact if: no condition is known: it is a trained network without a guarantee. Without noise it is `map-inversion`,
-    which then is `least-squares`.
+    Exact if: no condition is known: it is a trained network without a guarantee. Without noise it is `least-squares`.
 
     Fails if: the noise is not white, not known, or not on the embedding's rows. With the bundled photographs alone it
     learns little: it needs `--public` with hundreds of images.

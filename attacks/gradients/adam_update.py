@@ -56,8 +56,7 @@ class AdamUpdate(Checked):
 
     Idea: Adam divides each entry of the gradient by its own magnitude, so that an update shows its sign. Small entries
     show their magnitude too, because Adam adds ε to what it divides by. The attack looks for an image, as smooth as
-    photographs are, and for one gradient behind the first blocks, which together give all matrices before it these
-    signs and magnitudes.
+    photographs are, and for one gradient behind the first blocks, which together give matrices these signs and sizes.
 
     Steps: undo decay, read signs, invert ε → solve Aᵀ X = G, weighed → search image and gradient by signs
 
@@ -75,8 +74,7 @@ class AdamUpdate(Checked):
     Of several steps the size of a median entry's move counts as that of a full step, and the spread of the moves about
     it as their error: an image that is learnt in the first steps has small gradients after them.
 
-    A state that was carried from other rounds is refused where it shows: where a weight moved further than a fresh
-    state can move it.
+    A state that was carried from other rounds is refused where a weight moved further than a fresh one can move it.
 
     Exact if: no condition is known: it has no guarantee. The fewer patches there are, and the more entries have a
     magnitude that ε shows, the nearer it comes: at high rates and for images with a small gradient.

@@ -129,8 +129,7 @@ class GradientMatching(Checked):
         """Reconstruct the images that the clients fed.
 
         Raises:
-            PrivlabError: if labels cannot be told, the start needs more than is granted, or the objective is not finite
-                there.
+            PrivlabError: if labels cannot be told, the start is not granted, or the objective is not finite there.
 
         Warns:
             PrivlabWarning: if masked slots cannot be told, or the state cannot be kept.
@@ -198,8 +197,7 @@ class Match:
     """How well candidates explain r releases of B images each; `descend` calls it with points and their numbers.
 
     Candidate j is one of release j mod r. Its point holds the normalised patches, r × B × n × k, or the coefficients C
-    of `known` + C Y. `target` holds the released gradients over their common norm; entries outside `compared` are
-    ignored.
+    of `known` + C Y. `target` holds the released gradients over their common norm; only `compared` entries count.
     """
 
     model: VictimModel
@@ -314,8 +312,7 @@ def mismatch(
 
     Args:
         g: gradients of the candidates by parameter name.
-        target: the released gradients of the same names, over their common norm: the norm of each candidate's target is
-            1.
+        target: the released gradients of the same names, over their common norm.
         norm: norm of the released gradient of each candidate; without it, that of g itself.
     """
     if norm is None:

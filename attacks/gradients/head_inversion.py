@@ -38,8 +38,7 @@ class HeadInversion(Checked):
     Who has photographs can ask which of them has these features. An image whose f is not found is grey.
 
     Exact if: the gradient is that of one image, after one step or where the head alone trains, or of a batch whose
-    images the head's gradient separates: the features that the head read are then exact. The search for an image has no
-    guarantee.
+    images the head's gradient separates: the features are then exact. The search for an image has no guarantee.
 
     Fails if: the image itself is wanted: many images have these features, and the one that it finds is no nearer to the
     photograph than one colour.

@@ -107,8 +107,8 @@ class MjpSubspace(Checked):
 
     Algorithm: The unknown coefficients C of X_U = X_known + C Y are those of the likeliest image under a prior learned
     from public photographs (`photograph_windows`), by iteratively reweighted least squares and conjugate gradients. The
-    masked slots then take the smoothest patches within Y: each masked patch of the undefended image lies in Y. Without
-    a mask this is `patch-gradient`.
+    masked slots then take the smoothest patches within Y: each masked patch lies in Y. Without a mask this is
+    `patch-gradient`.
 
     Of an update of several steps of SGD on one image, each with a mask of its own, the slots count as masked whose
     patches were moved while the loss was large (`without_moved`).

@@ -39,14 +39,12 @@ class PatchGradientAdaptive(Checked):
     with the prior of `mjp-subspace`, by Gauss-Newton steps. Between them, missing entries (pruned, or rounded to zero)
     are computed from A and X, within their known bounds. Without a defense on gradients this is `patch-gradient`.
 
-    Under MJP with noise, the slots whose row is nothing but noise are taken for the masked ones; the rest is
-    `mjp-subspace`.
+    Under MJP with noise, the slots whose row is nothing but noise are masked; the rest is `mjp-subspace`.
 
     `gradient-sign` leaves neither the scale of A's rows nor that of the image, and little is recovered (14.3 dB,
     experiments/notes/gradients.md).
 
-    Exact if: `patch-gradient` would be, and under MJP `mjp-subspace`, in the limit where the errors of the released
-    gradient go to zero.
+    Exact if: `patch-gradient` would be, and under MJP `mjp-subspace`, in the limit of released errors of zero.
 
     Fails if: what the defense leaves of the two gradients of the embedding does not suffice: it reads no others, so
     that its failure says nothing about attacks by all layers.

@@ -54,8 +54,7 @@ class PatchUpdate(Checked):
 
     Idea: A client that trains on one image for several steps releases the difference of its weights. All steps of SGD
     use the same patches, so the difference obeys the same linear system as one gradient. The attack undoes weight
-    decay, solves the system, and trains the client again on its result to find the rounding error of the stored
-    weights.
+    decay, solves the system, and trains the client again on its result to find the rounding error.
 
     Steps: undo decay, weigh by rounding → solve Aᵀ X = G → retrain to foresee rounding
 
@@ -97,8 +96,7 @@ class PatchUpdate(Checked):
         rounds: the most times that rounding is foreseen; 0 leaves out steps 2 and 3, and takes a twentieth of the time.
             What they bring is in docs/studies/updates.md. They are left out too for N ≥ D, where dropout is private,
             where the decay is not known, where no label is found, or where a defense of images made private draws. Of
-            updates that are sent as int8 the result of step 3 is taken where it is the release bit for bit, or not at
-            all.
+            updates that are sent as int8 the result of step 3 is taken only where it is the release bit for bit.
         levels: grey levels above black of a stored image, 255 for eight bits; 0 leaves out step 2. Images that a client
             does not feed as they are stored, such as rescaled or jittered tensors, have none, and step 3 finds that.
     """

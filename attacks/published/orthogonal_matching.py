@@ -40,8 +40,7 @@ class OrthogonalMatching(Checked):
     Algorithm: Under `censor` o_l is random but for these 2 L equations, which are all that a release reveals. p_l is
     the number of entries, and √p_l cos of a random o_l is about 1. The unknowns are the values of the image; its label
     is tried, one class after the other. Levenberg-Marquardt may solve them where there are more equations than values;
-    with fewer it ends near its start. Releases of the same image, in one round or in several with other weights, add
-    equations (`of_rounds`).
+    with fewer it ends near its start. Releases of the same image in other rounds add equations (`of_rounds`).
 
     Where `projection` is "code", o_l·g_l is not 0, and the second equation is not fulfilled.
 

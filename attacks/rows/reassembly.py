@@ -95,8 +95,7 @@ def place(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[
     patches' rows is arbitrary.
 
     Args:
-        seen: the observation, whose defenses say how rows may be moved, and whose public images give the law of
-            patches.
+        seen: the observation, whose defenses say how rows may be moved, and whose public images give their law.
         features: the rows of each image, with their columns in the model's order.
         pe: position embeddings of the patch slots, zeros to ignore them.
     """

@@ -164,8 +164,7 @@ class Windows:
 
         Args:
             X: normalised patches, of which those that are not free stay as they are.
-            Y: rows that span the changes allowed to a patch, the same for all patches of an image; rows of zeros are
-                allowed.
+            Y: rows that span the changes allowed to a patch, the same for all patches of an image; some may be zero.
             free: slots whose patches may change.
             inside: slots whose pixels count: a window counts only if it lies wholly in them.
             rounds: rounds of reweighting, ≥ 0.

@@ -104,8 +104,7 @@ def fit_patches(
     """Return the patches that are likeliest under the law and have these tokens, patches without a token included.
 
     |R (u(c) − u)|² + |c|² with Rᵀ R = (room² I + doubt)⁻¹ is minimised by the Gauss-Newton method, for less and less
-    room, from c that is drawn from N(0, I). Another draw follows if a token is far off in the end; the least cost
-    counts.
+    room, from c that is drawn from N(0, I). Another draw follows if a token is far off in the end; the best counts.
 
     Args:
         model: the victim.

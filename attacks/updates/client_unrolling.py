@@ -131,8 +131,7 @@ class ClientUnrolling(RoundUnrolling):
         """Reconstruct the images of the clients of each mean, in no order, and count the tokens that were found.
 
         Raises:
-            PrivlabError: if the observation is no mean of updates that this attack reads, or attention depends on
-                places.
+            PrivlabError: if the observation is no mean of updates that this attack reads, or attention reads places.
         """
         client = self.client_of(seen, "the mean of updates by SGD, of one image each")
         usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))

@@ -47,8 +47,7 @@ class QkvSpan(Checked):
     2. Where not, the image minimises Σ √(ε² + δᵀ Γ⁻¹ δ) − (d − N − p) log |det M| under these equations, with δ the
        differences of adjacent pixels and M the coordinates of the tokens σ_n A u_n in T. The determinant is the
        density of a row space: M T has the volume |det M|^(d − N − p) dM dT. Without it the likeliest image under the
-       equations is one of little contrast, which is the start. Both are found by L-BFGS, the second for less and less
-       ε.
+       equations is one of little contrast, which is the start. Both are found by L-BFGS, the second for falling ε.
 
     Exact if: d − N − p ≥ K + 1 for one step of SGD on one image with N patches of K values and p prefix tokens, where d
     = r for LoRA with B = 0, and d = D if queries, keys and values are trained whole.

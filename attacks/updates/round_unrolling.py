@@ -61,12 +61,10 @@ class RoundUnrolling(TokenSearch):
 
     Steps: tokens of the first step → its image, by attention → make the step again, take it off
 
-    Algorithm: The update is Σ_s a_s g_s over the steps s, each at its own weights; the server knows those of the first
-    step.
+    Algorithm: The update is Σ_s a_s g_s over the steps s, each at its own weights; the server knows the first.
 
     1. The tokens u_n of the first image lie in the row space of what ∂W_fc1 sums over all steps, and their h_n, at θ_0,
-       in that of ∂W_fc2: they are separated as in `token-separation`. Those of later images do so at later weights
-       alone, and are not found.
+       in that of ∂W_fc2: they are separated as in `token-separation`. Those of later images are not found.
     2. Position embeddings give the slots of the tokens (`slots_by_law`). Attention, evaluated on what is found, gives
        embedded patches z from tokens; a missing token is searched for as a function of its own z, which has few
        unknowns: x lies in the row space of ∂W, and γ₁ ⊙ z in that of ∂W_qkv (`complete_tokens`).

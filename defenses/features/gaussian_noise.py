@@ -14,8 +14,7 @@ class GaussianNoise(Checked):
     """Send Z + ε, ε ~ N(0, std²) in every entry, with one generator per image.
 
     Idea: The client adds independent noise to every entry of the features that it sends. The adversary knows the
-    strength of the noise, and not its draw. The better it knows how images look, the more of the noise it can average
-    away.
+    strength of the noise, and not its draw. The better it knows how images look, the more noise it can remove.
 
     Steps: features Z → add ε ~ N(0, std²)
 

@@ -18,8 +18,7 @@ class AdaptiveClipping(Checked):
     """Release u · min(1, C_t/‖u‖), ‖u‖ over all released parameters, with the bound C_t after t earlier rounds.
 
     Idea: The client scales its update down to a bound on the norm, and says in one bit whether it had to. The server
-    moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries stay as
-    they were.
+    moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries stay.
 
     Steps: update u → scale to norm ≤ C → C follows a quantile
 

@@ -17,8 +17,7 @@ class Censor(Checked):
     """Release ‖g‖ o / ‖o‖ for the gradient g of each parameter, o = r − (r·g / ‖g‖²) g, with r random and of norm 1.
 
     Idea: The client draws a random gradient for each layer, takes its part along the true one away, and makes it as
-    long. Its authors release the one of 20 such draws that lowers the loss most. Two numbers of each layer's gradient
-    are left.
+    long. Its authors release the one of 20 such draws that lowers the loss most. Two numbers of each layer are left.
 
     Steps: gradient g → random, orthogonal to g → as long as g
 

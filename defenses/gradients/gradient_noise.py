@@ -26,8 +26,7 @@ class GradientNoise(Checked):
     Steps: gradient g → clip to norm C → add N(0, (σ C)²)
 
     Algorithm: The same gradient may be released K times, each time with fresh noise. The mean of K such releases is a
-    sufficient statistic: it holds all that they reveal. So the mean is passed on, to the adversary or to the next
-    defense in a stack.
+    sufficient statistic: it holds all that they reveal. So the mean is passed on.
 
     Fails if: the multiplier is small: it then hides little, and its ε says so. That closed forms fail at a large one is
     no evidence of privacy: the guarantee is (ε, δ).

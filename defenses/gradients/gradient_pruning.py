@@ -20,8 +20,8 @@ class GradientPruning(Checked):
 
     Steps: gradient g → keep the largest share
 
-    Fails if: the entries that are left determine the image: they are exact, and which entries are missing is public. It
-    gives no guarantee.
+    Fails if: the entries that are left determine the image: they are exact, and which are missing is public. It gives
+    no guarantee.
 
     Cost: It changes what the server trains with, and may slow training down.
 
