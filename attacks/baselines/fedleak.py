@@ -84,13 +84,9 @@ class FedLeak(GradientMatching):
 
 
 def largest(G: Float[Tensor, "r ..."], share: float) -> Bool[Tensor, "r ..."]:
-    """Return the entries of each release that are among the given share of largest magnitude, at least one of them.
+    """Return the entries of each release that are among the share of largest magnitude, in (0, 1], at least one.
 
     Entries that are zero are never among them.
-
-    Args:
-        G: a parameter's gradients.
-        share: in (0, 1].
     """
     flat = G.flatten(1).abs()
     count = max(1, round(share * flat.shape[1]))

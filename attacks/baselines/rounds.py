@@ -121,12 +121,7 @@ class Round:
     def __call__(
         self, images: Float[Tensor, "e m c h w"], labels: Int[Tensor, " m"]
     ) -> dict[str, Float[Tensor, "..."]]:
-        """Return −(θ_T − c θ_0), which the images move through every step.
-
-        Args:
-            images: those of each pass, in [0, 1] or near it.
-            labels: their class indices, the same in each pass.
-        """
+        """Return −(θ_T − c θ_0), which images of each pass, with the same labels in each, move through every step."""
         client, prefix = self.client, "vit."
         trained = [name for name in trained_parameters(self.model, client) if name != "unk_embed"]
         start = {name: self.model.vit.get_parameter(name) for name in trained}

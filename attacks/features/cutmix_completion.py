@@ -118,12 +118,7 @@ def complete(shown: Float[Tensor, "b c h w"], origin: Int[Tensor, "b h w"]) -> F
 
 
 def fill(image: Float[Tensor, "c h w"], known: Bool[Tensor, "h w"]) -> Float[Tensor, "c h w"]:
-    """Return the image whose unknown pixels are the mean of their neighbours, up, down, left and right.
-
-    Args:
-        image: the image.
-        known: the pixels that stay; if there is none, the image stays as it is.
-    """
+    """Return the image whose unknown pixels are the mean of those next to them; it stays if none is known."""
     if known.all() or not known.any():
         return image
     _, h, w = image.shape

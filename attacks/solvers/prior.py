@@ -43,12 +43,7 @@ def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tenso
 
 
 def colour_gradients(model: VictimModel, images: Float[Tensor, "m c h w"]) -> Float[Tensor, "c c"]:
-    """Return the colour covariance of differences between adjacent normalised pixels, over images of the adversary's.
-
-    Args:
-        model: the victim, whose normalisation counts.
-        images: in [0, 1], one or more.
-    """
+    """Return the colour covariance of differences between adjacent normalised pixels, over images in [0, 1]."""
     std = model.std.double().flatten()
     return _of_differences(images.to(model.mean).double()) / (std[:, None] * std)
 

@@ -44,10 +44,6 @@ class PatchLaw(NamedTuple):
         """Return the law of embedded patches of the prior x ~ N(0, L Lᵀ), with no more unknowns than they tell.
 
         `spread` is the covariance of an embedding less its mean, with a ridge.
-
-        Args:
-            model: the victim, whose projection and position embeddings count.
-            L: the factor of the prior, as `patch_prior` returns it.
         """
         W, b = projection(model)
         U, σ, Vh = torch.linalg.svd(W @ L, full_matrices=False)

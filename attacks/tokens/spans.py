@@ -176,12 +176,7 @@ class Near(NamedTuple):
 
 
 def packed(rows: Float[Tensor, "b s d"], kept: Bool[Tensor, "b s"]) -> tuple[Float[Tensor, "b k d"], list[int]]:
-    """Return the rows of each release that are kept, with rows of NaN below where others have more, and their numbers.
-
-    Args:
-        rows: rows of each release.
-        kept: which of them are kept, on any device.
-    """
+    """Return the rows of each release that are kept, rows of NaN below where others have more, and their numbers."""
     counts = kept.sum(1).tolist()
     order = kept.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
     kept, order = (of[..., None].to(rows.device) for of in (kept.gather(1, order), order))
