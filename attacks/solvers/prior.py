@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.images.photographs import photographs
+from privlab.images import photographs
 from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.victims import VictimModel
 

@@ -300,7 +300,8 @@ class Evaluator:
         model, stack = self.base.model, self.rows.defenses[trial.setting]
         seen = observe_features(model, sent, stack, self._public_to(batch), self.spec.cut_layer)
         logits, seconds = self._timed(lambda: predictions(model, sent, self.spec.cut_layer))
-        right = (logits.argmax(1) == batch.labels).double().tolist()
+        classes = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(1)
+        right = (logits.argmax(1) == classes).double().tolist()
         facts: list[Record] = [
             {
                 **batch.stated(self.spec.together),

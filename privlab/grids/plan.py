@@ -22,7 +22,7 @@ from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment, name_lpips
 from privlab.grids.engine import Engine
 from privlab.grids.tasks import Reference, Task, references
-from privlab.images import ImageSource, to_csv
+from privlab.images import Data, to_csv
 from privlab.metrics import Embedding, Learned, Lpips
 from privlab.stores import Store, part_frame
 from privlab.threat import attack_declarations
@@ -200,7 +200,7 @@ def lay_out(
     messages = [] if told is None else [told]
     unavailable: dict[str, str] = {}
     learned: dict[str, dict[str, str]] = {}
-    found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
+    found: dict[tuple[object, ...], tuple[Data, tuple[Reference, ...]]] = {}
     looked_for: dict[tuple[object, ...], tuple[Mapping[str, Learned], Mapping[str, str]]] = {}
     jobs: list[Job] = []
     with collect_warnings(messages):

@@ -9,17 +9,15 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
-from itertools import islice
 
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 
-from privlab.base import PrivlabError, collect_warnings, pick_device
+from privlab.base import collect_warnings, pick_device
 from privlab.evaluation import COLUMNS, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
-from privlab.images import ImageSource, NamedImage, chunk_of, to_png
+from privlab.images import Data, NamedImage, chunk_of, to_png
 from privlab.stores import strip_name, strip_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
@@ -88,7 +86,7 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
     return [*found.values()]
 
 
-def references(source: ImageSource) -> list[Reference]:
+def references(source: Data) -> list[Reference]:
     """Return the images of a source, each content once; files are hashed whole and not decoded."""
     found: dict[str, Reference] = {}
     for place, image in enumerate(source.without_pixels()):
@@ -145,56 +143,23 @@ def images_at_a_time(device: torch.device) -> int:
     return 64 if device.type == "cuda" else 8
 
 
-def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[NamedImage]]:
+def _batches(task: Task, source: Data, device: torch.device) -> Iterator[list[NamedImage]]:
     """Yield the images that are attacked at a time, with their pixels."""
     size = task.spec.together or task.batch_size or images_at_a_time(device)
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
-    gone = "The file has gone since the run was planned."
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]
         there = [r.place if places is None else places.get(r.name) for r in wanted]  # a deleted file shifts the others
-        read = iter(_reader().pick(source, [place for place in there if place is not None]))
-        yield [
-            _same(NamedImage(r.name, "", None, problem=gone) if place is None else next(read), r)
-            for r, place in zip(wanted, there, strict=True)
-        ]
+        yield [_planned(source, place, r) for r, place in zip(wanted, there, strict=True)]
 
 
-@dataclass
-class _Reader:
-    """How far a stream was read: the next task reads on, as it would read all of that again from the beginning."""
-
-    rest: Iterator[NamedImage] = field(default_factory=lambda: iter(()))
-    next: int = 0
-
-    def pick(self, source: ImageSource, places: Sequence[int]) -> list[NamedImage]:
-        """Return the images at these places, which ascend; what was read before them is not kept.
-
-        Raises:
-            PrivlabError: if the stream ends before the last of them.
-        """
-        if source.at is not None or not places:
-            return source.pick(places)
-        if not self.next or places[0] < self.next:
-            self.rest, self.next = iter(source), 0
-        start, self.next = self.next, 0  # an error leaves a stream that must be opened again
-        found: list[NamedImage] = []
-        for place in places:
-            if (image := next(islice(self.rest, place - start, None), None)) is None:
-                raise PrivlabError(f"{source.description} has ended before image {place}, which it had when planned.")
-            found.append(image)
-            start = place + 1
-        self.next = start
-        return found
-
-
-@lru_cache(maxsize=1)
-def _reader() -> _Reader:
-    return _Reader()
-
-
-def _same(image: NamedImage, reference: Reference) -> NamedImage:
+def _planned(source: Data, place: int | None, reference: Reference) -> NamedImage:
     """Return the image that was planned; if it has changed or gone since then, return it as one that failed."""
+    gone = NamedImage(reference.name, "", None, problem="The file has gone since the run was planned.")
+    try:
+        image = gone if place is None else source[place]
+    except IndexError:  # a stream that has become shorter
+        image = gone
     if image.sha256 == reference.sha256:
         return image
     problem = image.problem or "The file has changed since the run was planned."

@@ -48,9 +48,9 @@ class NamedImage:
     `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels; empty where
     nothing could be read. `pixels` has mode RGB with 8 bits, or it is c × h × w in [0, 1] where values were given in
     Python; it is None where there is a `problem` and in the images of a `Chunk`. `targets` are the classes of an image
-    that may have several, or none, such as (0, 3); its `label` is then None. `member` says whether the victim saw it in
-    training, "seen" or "not seen"; None where that is not known. `levels` is the range of the levels of a file with
-    more than 8 bits; None for other files.
+    that may have several, or none, such as (0, 3), or the shares of a soft label, such as (0.25, 0.75); its `label` is
+    then None. `member` says whether the victim saw it in training, "seen" or "not seen"; None where that is not known.
+    `levels` is the range of the levels of a file with more than 8 bits; None for other files.
     """
 
     name: str
@@ -61,7 +61,12 @@ class NamedImage:
     problem: str | None = None
     member: str | None = None
     levels: tuple[int, int] | None = None
-    targets: tuple[int, ...] | None = None
+    targets: tuple[int, ...] | tuple[float, ...] | None = None
+
+    @property
+    def is_soft(self) -> bool:
+        """Return whether the image has a soft label: a share for each class."""
+        return bool(self.targets) and isinstance(self.targets[0], float)
 
 
 def read_image(path: str | Path, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:

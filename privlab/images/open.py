@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -13,15 +12,15 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range
 from privlab.images import datasets, sources
+from privlab.images.data import Data
 from privlab.images.decode import NamedImage, check_bit_depth, warn_if_dark
-from privlab.images.manifest import check_choice, check_whole, choose_images, relabel
-from privlab.images.sources import ImageSource, Opening
+from privlab.images.manifest import check_choice, choose_images, relabel
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 
 def open_images(
-    source: str | Path | Sequence[str | Path] | ImageSource,
+    source: str | Path | Sequence[str | Path] | Data,
     *,
     limit: int | None = None,
     every: int | None = None,
@@ -32,13 +31,13 @@ def open_images(
     class_to_index: Mapping[str, int] | None = None,
     bit_depth: int | None = None,
     check: bool = True,
-) -> ImageSource:
+) -> Data:
     """Open images without reading them.
 
     Args:
         source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per class), one
             or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A folder called
-            samples is "./samples". A source that is open already is taken as it is.
+            samples is "./samples". Data that are open already are taken as they are.
         limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first image
             of each class in the order of their names, then the second of each, and so on.
         every: use every `every`-th image only, in the order in which `limit` takes them; `limit` counts what is left.
@@ -68,68 +67,70 @@ def open_images(
     check_choice(limit, every, offset, manifest)
     check_bit_depth(bit_depth)
     spread = (limit, every, offset) != (None, None, None)
-    opened = _open(source, Opening(split, class_to_index, spread, bit_depth, own_labels=labels is None))
+    opened = _open(source, split, class_to_index, spread=spread, own_labels=labels is None)
     if bit_depth is not None:
-        opened = replace(opened, description=f"{opened.description}, files of 16 bits read as {bit_depth}")
+        described = f"{opened.description}, files of 16 bits read as {bit_depth}"
+        opened = replace(opened, description=described, bit_depth=bit_depth)
     opened = opened.transform(warn_if_dark(bit_depth))
     if manifest is not None:
         opened = choose_images(opened, Path(manifest), check=check)
     if labels not in (None, "predicted"):
         opened = relabel(opened, Path(labels))
-    return _take(opened, limit, every, offset)
+    return _take(opened, limit, every, offset) if spread else opened
 
 
-def _open(source: str | Path | Sequence[str | Path] | ImageSource, how: Opening) -> ImageSource:
-    if isinstance(source, ImageSource):
-        return source
-    several = not isinstance(source, (str, Path))
-    if several and len(source) == 1:
-        return _open(source[0], how)
+def _open(
+    source: str | Path | Sequence[str | Path] | Data,
+    split: str | None,
+    class_to_index: Mapping[str, int] | None,
+    *,
+    spread: bool,
+    own_labels: bool,
+) -> Data:
+    if isinstance(source, Sequence) and not isinstance(source, str) and len(source) == 1:
+        source = source[0]
     if isinstance(source, str) and source.startswith("torchvision:"):
-        return datasets.torchvision(source.removeprefix("torchvision:"), how)
+        return datasets.torchvision(source.removeprefix("torchvision:"), split)
     if isinstance(source, str) and source.startswith("hf:"):
-        return datasets.hugging_face(source.removeprefix("hf:"), how)
-    if not several and source != "samples" and Path(source).is_dir():
-        return sources.folder(Path(source), how)
-    if not several and Path(source).suffix == ".parquet" and Path(source).is_file():
-        return datasets.parquet(Path(source), how)
-    if how.split is not None and (several or source == "samples" or Path(source).exists()):
-        raise PrivlabError(f"split is for folders and datasets. Found split '{how.split}' with {source}.")
-    if source == "samples":
-        return sources.samples()
-    return sources.files([Path(path) for path in source] if several else [Path(source)], how)
+        return datasets.hugging_face(source.removeprefix("hf:"), split)
+    if isinstance(source, str | Path) and source != "samples":
+        path = Path(source)
+        if path.is_dir():
+            return sources.folder(path, split, class_to_index, spread=spread)
+        if path.suffix == ".parquet" and path.is_file():
+            return datasets.parquet(path, split, spread=spread, own_labels=own_labels)
+    if isinstance(source, Data):
+        opened = source
+    elif source == "samples":
+        opened = sources.samples()
+    else:
+        opened = sources.files([Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source])
+    if split is not None:
+        found = opened.description if isinstance(source, Data) else source
+        raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {found}.")
+    return opened
 
 
-def _take(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
-    """Return every `every`-th image from `offset` on, `limit` of them."""
-    if (limit, every, offset) == (None, None, None):
-        return source
+def _take(data: Data, limit: int | None, every: int | None, offset: int | None) -> Data:
+    """Return every `every`-th image from `offset` on, `limit` of them.
+
+    Raises:
+        PrivlabError: if there is no image at `offset`; a stream is read up to there.
+    """
     start, step = offset or 0, every or 1
-    if source.count is not None and start >= max(1, source.count):
-        raise PrivlabError(f"offset must be less than the number of images, {source.count}. Found {start}.")
-    stop = None if limit is None else start + step * limit
-    numbered = source
+    if data.count is not None and start >= max(1, data.count):
+        raise PrivlabError(f"offset must be less than the number of images, {data.count}. Found {start}.")
+    taken = data.choose(slice(start, None if limit is None else start + step * limit, step))
     if (every, offset) != (None, None):
-        numbered = replace(source, description=f"{source.description}; one in {step}, from position {start} on")
-    if source.at is not None and source.count is not None:
-        return numbered.choose(range(source.count)[start:stop:step])
-    return replace(
-        numbered,
-        count=None if source.count is None else len(range(source.count)[start:stop:step]),
-        names=None if source.names is None else source.names[start:stop:step],
-        read=lambda: _from(source, start, stop, step),
-        changes=(),
-    )
-
-
-def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[NamedImage]:
-    """Yield images of a stream, whose end may come before the first of them."""
-    found = islice(iter(source), start, stop, step)
-    if (first := next(found, None)) is not None:
-        yield first
-    elif start:
-        raise PrivlabError(f"offset must be less than the number of images of {source.description}. Found {start}.")
-    yield from found
+        taken = replace(taken, description=f"{data.description}; one in {step}, from position {start} on")
+    if start and data.names is None:
+        try:
+            data[start]
+        except IndexError:
+            raise PrivlabError(
+                f"offset must be less than the number of images of {data.description}. Found {start}."
+            ) from None
+    return taken
 
 
 @dataclass(frozen=True)
@@ -152,33 +153,28 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         for side in self.size:
-            check_whole("size", side)
+            check_range(type(side) is int and side >= 1, "size", "a positive integer", side)
         check_range(0 < self.crop_pct <= 1, "crop_pct", "in (0, 1]", self.crop_pct)
         check_name("interpolation", self.interpolation, INTERPOLATIONS)
 
     def __call__(self, pixels: Image.Image | Tensor) -> Float[Tensor, "c h w"]:
-        """Return the resized, centre-cropped image, in [0, 1]; values of the input's size are taken as they are."""
+        """Return the resized, centre-cropped image, in [0, 1]; values of the input's size are taken as they are.
+
+        Values are resized without rounding.
+        """
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
-        if isinstance(pixels, Tensor):
-            return self._of_values(pixels)
-        resize = Resize(self.resize_to(pixels.height, pixels.width), InterpolationMode(self.interpolation))
-        cut = Compose([resize, CenterCrop(self.size)])(self.convert_colours(pixels))
-        return ToTensor()(cut)[: len(self.mean)]
-
-    def _of_values(self, image: Float[Tensor, "c h w"]) -> Float[Tensor, "c y x"]:
-        """Return values as they are if they have the input's size, else resized and cropped without rounding."""
-        from torchvision.transforms import CenterCrop, InterpolationMode, Resize
-
-        channels, height, width = image.shape
-        if channels != len(self.mean):
+        is_tensor = isinstance(pixels, Tensor)
+        if is_tensor and len(pixels) != len(self.mean):
             raise PrivlabError(
-                f"Images must have {len(self.mean)} channels, as the model takes them. Found {channels}."
+                f"Images must have {len(self.mean)} channels, as the model takes them. Found {len(pixels)}."
             )
-        if (height, width) == self.size:
-            return image
+        height, width = pixels.shape[1:] if is_tensor else (pixels.height, pixels.width)
         resize = Resize(self.resize_to(height, width), InterpolationMode(self.interpolation))
-        return CenterCrop(self.size)(resize(image)).clamp(0, 1)  # bicubic interpolation overshoots
+        cut = Compose([resize, CenterCrop(self.size)])
+        if is_tensor:  # bicubic interpolation overshoots
+            return pixels if (height, width) == self.size else cut(pixels).clamp(0, 1)
+        return ToTensor()(cut(self.convert_colours(pixels)))[: len(self.mean)]
 
     def convert_colours(self, pixels: Image.Image) -> Image.Image:
         """Return an image in as many colours as the input has, or in three where it has two."""
@@ -207,25 +203,24 @@ class Chunk:
     failed: tuple[NamedImage, ...]
 
 
-def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    """Yield the images of a source in chunks of `size` readable ones, preprocessed.
+def batches(data: Data, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
+    """Yield the images of data in chunks of `size` readable ones, preprocessed.
 
     The last chunk may have fewer images, or unreadable ones only.
 
     Args:
-        source: the images, read one at a time as the chunks are asked for.
+        data: the images, read one at a time as the chunks are asked for.
         preprocessing: makes the pixels of each image, c × h × w in [0, 1].
         size: the number of readable images in a chunk, at least 1.
 
     Raises:
         PrivlabError: if `size` is not a positive integer.
     """
-    check_whole("size", size)
-    return _chunks(source, preprocessing, size)
+    check_range(type(size) is int and size >= 1, "size", "a positive integer", size)
+    return _chunks(iter(data), preprocessing, size)
 
 
-def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    left = iter(source)
+def _chunks(left: Iterator[NamedImage], preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
     while (chunk := chunk_of(_readable(left, size), preprocessing)).named or chunk.failed:
         yield chunk
 

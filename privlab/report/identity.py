@@ -16,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation import CONTROL, Batch, Controls, Specification
-from privlab.images import ImageSource, NamedImage, Others, Preprocessing
+from privlab.images import Data, NamedImage, Others, Preprocessing
 from privlab.metrics import Embedding, psnr
 from privlab.report.intervals import clopper_pearson
 from privlab.report.ranks import Ranks, class_agreement, cosines, low_pass, ranks_by, squeeze_embedding
@@ -51,7 +51,7 @@ class Question:
         device: where networks compute.
     """
 
-    candidates: ImageSource | None = None
+    candidates: Data | None = None
     people: bool = False
     among: tuple[int, ...] = ()
     embedding: Embedding | None = None
@@ -308,7 +308,7 @@ def _check_among(pool: _Pool, private: Mapping[str, str], what: str) -> None:
         raise PrivlabError(f"Every private image must be among {where}. '{missing[0]}' is not.")
 
 
-def _pool(candidates: ImageSource, preprocessing: Preprocessing) -> _Pool:
+def _pool(candidates: Data, preprocessing: Preprocessing) -> _Pool:
     """Return the candidates, each content once; those that cannot be read are left out with a warning."""
     images: dict[str, Tensor] = {}
     people: dict[str, int | None] = {}

@@ -41,7 +41,7 @@ from privlab.grids import (
     papers_attack,
 )
 from privlab.grids.fill import TaskProgress, fill
-from privlab.images import ImageSource
+from privlab.images import Data
 from privlab.stores import RunDirectory
 from privlab.threat import Client, acts_on, attack_declarations
 from privlab.victims import Victim, victim
@@ -79,7 +79,7 @@ def specify(
     setting: str | Sequence[str] | None = None,
     *,
     attack: Part | Sequence[Part] | None = None,
-    images: str | Path | Sequence[str | Path] | ImageSource = "samples",
+    images: str | Path | Sequence[str | Path] | Data = "samples",
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
 ) -> Specification:
@@ -127,7 +127,7 @@ def specify(
     given |= {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
     given |= {} if attack is None else {"attacks": attack}
     given |= {} if metrics is None else {"metrics": _names(metrics)}
-    if not isinstance(images, ImageSource):
+    if not isinstance(images, Data):
         images = tuple(str(source) for source in ([images] if isinstance(images, str | Path) else images))
     return Specification(**given, images=images)
 

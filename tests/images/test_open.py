@@ -16,7 +16,7 @@ from timm.data.transforms_factory import create_transform
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.images import ImageSource, Preprocessing, batches, open_images, sources
+from privlab.images import Data, Preprocessing, batches, open_images, sources
 
 GREY = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")
 
@@ -36,7 +36,7 @@ def raw(path: Path, data: bytes) -> Path:
     return path
 
 
-def labels(source: ImageSource) -> dict[str, tuple[int | None, str]]:
+def labels(source: Data) -> dict[str, tuple[int | None, str]]:
     return {image.name: (image.label, image.label_origin) for image in source}
 
 
@@ -159,7 +159,7 @@ def test_class_to_index_is_used_where_it_knows_all_folders(tmp_path: Path) -> No
     saved(tmp_path / "cat/a.png")
     saved(tmp_path / "dog/a.png")
 
-    def opened(indices: Mapping[str, int]) -> ImageSource:
+    def opened(indices: Mapping[str, int]) -> Data:
         return open_images(str(tmp_path), class_to_index=indices)
 
     known = opened({"ant": 0, "dog": 1, "cat": 2})

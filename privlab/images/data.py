@@ -1,0 +1,238 @@
+"""Data: images with names, labels and hashes, each read when it is asked for, wherever they come from."""
+
+import pickle
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from privlab.base import PrivlabError
+from privlab.images.decode import (
+    NamedImage,
+    damage_of,
+    file_hash,
+    image_from_bytes,
+    image_from_pil,
+    one_line,
+    read_image,
+)
+from privlab.images.targets import plain_target, problem_of_label, with_target
+
+IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
+LABEL_COLUMNS = ("label", "fine_label")
+"""The columns in which images and labels are looked for, in this order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Images that are read one at a time, again in each iteration.
+
+    Args:
+        description: what the data are, in one line, for reports and errors.
+        items: `items[place]` is an image (a path, bytes, one of Pillow's, an array), or an image and its label; an
+            `IndexError` ends a `Spool`.
+        naming: the name of the image at each place, or the text that comes before the place.
+        places: the places of the images that are used, in their order.
+        count: the number of images, unreadable ones included; None for a stream of unknown length, whose `len()` is a
+            TypeError.
+        class_names: the name of each label; None where they are not known.
+        bit_depth: as `read_image` takes it.
+        container: path of the file that holds all images, where there is one.
+        changes: what is applied to each image after it was read, in this order; no change reads the pixels.
+        stated: the labels that a user stated, each with the place where; they must be classes of the victim.
+    """
+
+    description: str
+    items: Any = field(repr=False)
+    naming: str | Sequence[str] = field(repr=False)
+    places: Sequence[int] = field(repr=False)
+    count: int | None
+    class_names: tuple[str, ...] | None = None
+    bit_depth: int | None = None
+    container: Path | None = field(default=None, repr=False)
+    changes: tuple[Callable[[NamedImage], NamedImage], ...] = field(default=(), repr=False)
+    stated: Sequence[tuple[str, NamedImage]] = field(default=(), repr=False)
+
+    @cached_property
+    def names(self) -> tuple[str, ...] | None:
+        """Return the name of each image; None for a stream, which may end anywhere."""
+        return None if isinstance(self.items, Spool) else tuple(map(self._name, self.places))
+
+    @property
+    def files(self) -> list[Path] | None:
+        """Return the path of each image if all are whole files."""
+        whole = isinstance(self.items, tuple) and all(isinstance(item, Path) for item in self.items)
+        return [self.items[place] for place in self.places] if whole else None
+
+    def choose(self, chosen: slice | Sequence[int]) -> "Data":
+        """Return the data of the images that a slice takes, or of those at some positions, in their order."""
+        if isinstance(chosen, slice):
+            count = None if self.count is None else len(range(self.count)[chosen])
+            return replace(self, places=self.places[chosen], count=count)
+        return replace(self, places=[self.places[position] for position in chosen], count=len(chosen))
+
+    def transform(self, change: Callable[[NamedImage], NamedImage]) -> "Data":
+        """Return the data with `change` applied to each image; it changes no name, pixels or hash."""
+        return replace(self, changes=(*self.changes, change))
+
+    def check_labels(self, classes: int) -> None:
+        """Check that the labels that a user stated are those of a victim with so many classes.
+
+        Raises:
+            PrivlabError: for a label that is out of range.
+        """
+        for where, image in self.stated:
+            if problem := problem_of_label(image, classes):
+                raise PrivlabError(f"{where}: {problem}")
+
+    def without_pixels(self) -> Iterator[NamedImage]:
+        """Yield each image without its pixels; whole files are hashed without being decoded."""
+        if self.files is None:
+            yield from (replace(image, pixels=None) for image in self)
+            return
+        for name, path in zip(self.names or (), self.files, strict=True):
+            yield replace(self._changed(NamedImage(name, "", None)), sha256=file_hash(path))
+
+    def __getitem__(self, position: int) -> NamedImage:
+        place = self.places[position]
+        return self._changed(_read(self.items, place, self._name(place), self.bit_depth))
+
+    def __iter__(self) -> Iterator[NamedImage]:
+        for position in range(len(self.places)):
+            try:
+                image = self[position]
+            except IndexError:
+                return
+            yield image
+
+    def __len__(self) -> int:
+        if self.count is None:
+            raise TypeError(f"The length of {self.description} is unknown.")
+        return self.count
+
+    def _name(self, place: int) -> str:
+        return f"{self.naming}{place}" if isinstance(self.naming, str) else self.naming[place]
+
+    def _changed(self, image: NamedImage) -> NamedImage:
+        for change in self.changes:
+            image = change(image)
+        return image
+
+
+class Spool:
+    """The items of a stream, each read once and kept in a temporary file: it then has a place, as in a list.
+
+    Only the item that is asked for is in memory. A spool cannot be pickled: other processes do not have the stream.
+
+    Args:
+        begin: begins the stream; it is called again after an error, and what was read is skipped.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        """Read nothing yet."""
+        self._begin, self._rest, self._starts = begin, None, list[int]()
+        self._file = tempfile.NamedTemporaryFile(prefix="privlab-")  # noqa: SIM115
+        self._lock = threading.Lock()
+
+    def __getitem__(self, place: int) -> Any:  # noqa: ANN401
+        with self._lock:
+            while place >= len(self._starts):
+                self._read_on()
+            self._file.seek(self._starts[place])
+            return pickle.load(self._file)
+
+    def _read_on(self) -> None:
+        if self._rest is None:
+            self._rest = islice(self._begin(), len(self._starts), None)
+        try:
+            item = pickle.dumps(next(self._rest))
+        except StopIteration:
+            raise IndexError("The stream has ended.") from None
+        except Exception:
+            self._rest = None
+            raise
+        start = self._file.seek(0, 2)
+        try:
+            self._file.write(item)
+            self._file.flush()
+        except OSError as error:
+            raise PrivlabError(f"A stream of images is kept in '{self._file.name}': {one_line(error)}.") from error
+        self._starts.append(start)
+
+
+def data_of_items(items: Any, naming: str | Sequence[str], description: str, **more: Any) -> Data:  # noqa: ANN401
+    """Return data with all items of a sequence, or of a stream.
+
+    Args:
+        items: as `Data` takes them.
+        naming: as `Data` takes it.
+        description: as `Data` takes it.
+        more: other fields of `Data`; a stream may state its `count`.
+    """
+    if isinstance(items, Spool):
+        return Data(description, items, naming, range(sys.maxsize), more.pop("count", None), **more)
+    return Data(description, items, naming, range(len(items)), len(items), **more)
+
+
+def split_item(item: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return the image and the label of an item: a pair, columns by name, or an image alone.
+
+    Raises:
+        PrivlabError: if no column holds an image.
+    """
+    if isinstance(item, Mapping):
+        image = next((item[name] for name in (*IMAGE_COLUMNS, "pixel_values") if name in item), None)
+        label = next((item[name] for name in (*LABEL_COLUMNS, "labels") if name in item), None)
+        if image is None:
+            raise PrivlabError(f"an item needs a column {', '.join(IMAGE_COLUMNS)}; found {', '.join(map(str, item))}")
+        return image, label
+    if isinstance(item, tuple | list) and len(item) > 1:
+        return item[0], item[1]
+    return item, None
+
+
+def _read(items: Any, place: int, name: str, bit_depth: int | None) -> NamedImage:  # noqa: ANN401
+    """Return the image at a place; one that cannot be read has a problem, and does not end the run."""
+    try:
+        image, target = split_item(items[place])
+    except Exception as error:  # each data set raises its own errors
+        if isinstance(items, Spool):  # the stream has ended, or broke
+            raise
+        return image_of(error, name)
+    return with_target(image_of(image, name, bit_depth), plain_target(target))
+
+
+def image_of(value: Any, name: str, bit_depth: int | None = None) -> NamedImage:  # noqa: ANN401
+    """Return anything that may hold an image as one, or the reason why it is none.
+
+    Args:
+        value: a path, the bytes of a file, one of Pillow's images, c × h × w values as an array or a tensor; None or an
+            error where there is no image.
+        name: name of the image in records.
+        bit_depth: as `read_image` takes it.
+    """
+    match value:
+        case NamedImage():
+            return value
+        case bytes():
+            return image_from_bytes(value, name, bit_depth)
+        case str() | Path():
+            return read_image(value, name=name, bit_depth=bit_depth)
+        case Image.Image():
+            return image_from_pil(value, name, bit_depth)
+        case Exception():
+            return NamedImage(name, "", None, problem=damage_of(value))
+        case None:
+            return NamedImage(name, "", None, problem="No image in this row.")
+    if hasattr(value, "dtype") and hasattr(value, "ndim"):
+        from privlab.images.given import image_of_values  # this imports torch, which files do not need
+
+        return image_of_values(value, name)
+    return NamedImage(name, "", None, problem=f"Not an image but a {type(value).__name__}.")
