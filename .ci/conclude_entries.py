@@ -18,11 +18,11 @@ from typing import Any
 from privlab.base import PrivlabError, read_text
 from privlab.benchmark import TRACKS, Standing, entries, standings
 from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.standing import CONCLUDED, IDENTITY, PACKAGE, Told, evidence, hash_of
+from privlab.benchmark.standing import CONCLUDED, IDENTITY, PACKAGE, Recognised, evidence, hash_of
 from privlab.evaluation import CONTROL
 
 
-def told(folder: Path) -> dict[tuple[str, str], Told]:
+def recognised(folder: Path) -> dict[tuple[str, str], Recognised]:
     """Return how often the photograph behind each entry is recognised among candidates, by track and name.
 
     The table of a file TABLE-pictures.json or TABLE-releases.json has a case for each entry, with the track as its
@@ -58,7 +58,7 @@ def _identified(path: Path) -> list[Mapping[str, Any]]:
         raise PrivlabError(f"'{path}' is not what privlab identify --json prints: it has no rows 'identity'.") from None
 
 
-def _best(rows: Sequence[Mapping[str, Any]]) -> Told | None:
+def _best(rows: Sequence[Mapping[str, Any]]) -> Recognised | None:
     """Return the best of what was compared for an entry; None of controls alone, or of nothing."""
     most = max((row["n"] for row in rows), default=0)
     controls, attacks = [], []
@@ -73,7 +73,7 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> Told | None:
     if compared != "pictures":
         by, option = best["features"].replace("release", compared), f" --compare {compared}"
     run = f"privlab table {table} --images FOLDER --manifest privlab/benchmark/tracks/public.csv"
-    return Told(
+    return Recognised(
         rate=best["rank_1"],
         low=best["low"],
         high=best["high"],
@@ -86,7 +86,7 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> Told | None:
     )
 
 
-def identity_text(found: Mapping[tuple[str, str], Told]) -> str:
+def identity_text(found: Mapping[tuple[str, str], Recognised]) -> str:
     """Return the text of `identity.json`, one entry a line."""
     rows = [{"track": track, "name": name, **asdict(own)} for (track, name), own in found.items()]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
@@ -95,11 +95,11 @@ def identity_text(found: Mapping[tuple[str, str], Told]) -> str:
 
 def standing_text(rows: Sequence[Standing]) -> str:
     """Return the text of `standing.json`: each row, and what `judge` says of the entry."""
-    found = [[row.as_json(), row.judged.as_json()] for row in rows if row.judged is not None]
+    found = [[row.as_json(), row.judged] for row in rows]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in found)
     return f'{{"evidence": "{evidence()}", "sha256": "{hash_of(found)}", "rows": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":
-    IDENTITY.write_text(identity_text(told(PACKAGE / "identity")), "utf-8")
+    IDENTITY.write_text(identity_text(recognised(PACKAGE / "identity")), "utf-8")
     CONCLUDED.write_text(standing_text(standings(entries(), again=True)), "utf-8")

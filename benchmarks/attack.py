@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,15 +17,12 @@ from torch import Tensor
 from privlab.attacks import April, PatchGradient
 from privlab.base import (
     PrivlabError,
-    PrivlabWarning,
     Progress,
     full_precision,
-    hardware,
     pick_device,
-    versions,
 )
 from privlab.benchmarks.breaching_april import BreachingApril
-from privlab.benchmarks.common import Bench, median_seconds, peak_gpu_memory, sample_images
+from privlab.benchmarks.common import Bench, machine, median_seconds, peak_gpu_memory, quiet, sample_images
 from privlab.benchmarks.main_job import IMAGES, run_main_job
 from privlab.benchmarks.searches import search_costs
 from privlab.images import open_images
@@ -83,8 +79,7 @@ def bench_attack(
         PrivlabError: if the victim's gradients do not grant what both attacks need.
     """
     target = pick_device(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights or N ≥ D weaken a verdict, but not the speed
+    with quiet():
         stock = victim(model, img_size=img_size).to(target)
         images = sample_images(stock, n_images).to(target)
         stages = _Stages(stock, stock.with_block("april"), images, batch)
@@ -109,15 +104,14 @@ def bench_attack(
         targets.pop("peak_rss_400_over_40")
     if main_job:
         attacked = f"{model}_mjp" if model in ARCHITECTURES else model
-        quiet, busy = (run_main_job(attacked, device, busy=busy) for busy in (False, True))
+        alone, busy = (run_main_job(attacked, device, busy=busy) for busy in (False, True))
         progress(total, total)
-        ratios["eight_images_wall_over_step_wall"] = quiet.wall / IMAGES / medians[_STEP]
-        ratios["busy_over_quiet"] = busy.processor / quiet.processor
+        ratios["eight_images_wall_over_step_wall"] = alone.wall / IMAGES / medians[_STEP]
+        ratios["busy_over_quiet"] = busy.processor / alone.processor
     else:
         targets = {name: target for name, target in targets.items() if name not in _OF_MAIN_JOB}
     setup = {"model": model, "img_size": images.shape[-1], "images": n_images, "batch": batch, "repeats": repeats}
-    setup |= {"hardware": hardware(target), "versions": versions()}
-    return Bench(ratios, targets, medians, setup, gpu_memory=gpu_memory)
+    return Bench(ratios, targets, medians, setup | machine(target), gpu_memory=gpu_memory)
 
 
 _TARGETS = {
@@ -211,7 +205,8 @@ def _peak_rss(model: str, n: int) -> int:
             square: Image.Image = samples[i % len(samples)].resize((256, 256))
             ImageChops.offset(square, i).save(inside / f"{i:04d}.png", compress_level=1)
         program = (
-            f"from privlab.benchmarks.common import peak_memory; from privlab.runs.attack import execute, specify; "
+            "from privlab.benchmarks.common import peak_memory; from privlab.grids import specify; "
+            "from privlab.runs import execute; "
             f"spec = specify({model!r}, 'a', images={str(inside)!r}); "
             f"execute(spec, device='cpu', out={str(Path(folder, 'run'))!r}); "
             "print(peak_memory())"

@@ -1,8 +1,6 @@
 """`privlab bench clients`: clients that are trained one after the other against all at a time by torch.func."""
 
 import copy
-import itertools
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -12,8 +10,8 @@ from torch import Generator, Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from privlab.base import PrivlabWarning, Progress, full_precision, hardware, pick_device, versions
-from privlab.benchmarks.common import Bench, median_seconds, sample_images
+from privlab.base import Progress, full_precision, pick_device
+from privlab.benchmarks.common import Bench, machine, quiet, sample_images, time_rounds
 from privlab.release import run_client
 from privlab.threat import Client, ClientData
 from privlab.victims import VictimModel, victim
@@ -47,8 +45,7 @@ def bench_clients(
         PrivlabError: for a model or a device that is not there.
     """
     target = pick_device(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
+    with quiet():
         base = victim(model, img_size=img_size).to(target)
     own, images = base.model, sample_images(base, clients).to(target)
     labels = own(images).argmax(1)
@@ -60,15 +57,13 @@ def bench_clients(
         stages[f"{of}, vmap"] = partial(all_at_a_time, own, client, images, labels)
         first, other = (stages[f"{of}, {how}"]() for how in ("one by one", "vmap"))
         errors[of] = max(float((other[name] - u).norm() / u.norm().clamp_min(1e-30)) for name, u in first.items())
-    total, done = (repeats + 1) * len(stages), itertools.count(1)
-    seconds = median_seconds(stages, repeats, target, lambda: progress(next(done), total))
+    seconds = time_rounds(stages, repeats, target, progress)
     speed = {f"one_by_one_over_vmap, {of}": seconds[f"{of}, one by one"] / seconds[f"{of}, vmap"] for of in errors}
     equal = {f"update_error, {of}": error for of, error in errors.items()}
     targets = dict.fromkeys(speed, "—") | dict.fromkeys(equal, "≤ 1e-3")
     per_client = {name: each / clients for name, each in seconds.items()}
     setup = {"model": model, "side": own.image_shape[1], "clients": clients, "repeats": repeats}
-    setup |= {"hardware": hardware(target), "versions": versions()}
-    return Bench(speed | equal, targets, per_client, setup, unit="client")
+    return Bench(speed | equal, targets, per_client, setup | machine(target), unit="client")
 
 
 def _one_by_one(

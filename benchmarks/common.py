@@ -1,11 +1,14 @@
 """What all benches share: their result, the timing of stages in rounds, and the photographs that they run on."""
 
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from PIL import ImageChops
 from rich.table import Table
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, PrivlabWarning, Progress, hardware, versions
 from privlab.images import open_images
 from privlab.victims import Victim
 
@@ -94,6 +97,31 @@ class Process:
                 f"{self.status}. Found {done.returncode}: {found}"
             )
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def quiet() -> AbstractContextManager[object]:
+    """Ignore privlab's warnings: random weights, or more tokens than equations, weaken a verdict, but not the speed."""
+    return warnings.catch_warnings(action="ignore", category=PrivlabWarning)
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """Return what the setup of a bench states of the machine."""
+    return {"hardware": hardware(device), "versions": versions()}
+
+
+def time_rounds(
+    stages: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, progress: Progress
+) -> dict[str, float]:
+    """Return the median seconds of every stage, for a bench that times nothing else.
+
+    Args:
+        stages: as in `median_seconds`.
+        repeats: as in `median_seconds`.
+        device: as in `median_seconds`.
+        progress: is called with the stages done and their number.
+    """
+    total, done = (repeats + 1) * len(stages), itertools.count(1)
+    return median_seconds(stages, repeats, device, lambda: progress(next(done), total))
 
 
 def median_seconds(

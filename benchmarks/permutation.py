@@ -1,7 +1,5 @@
 """`privlab bench permutation`: permutations as index tensors against matrices, plain copies, and the model itself."""
 
-import itertools
-import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,8 +7,8 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.attacks.features.pe_assignment import PEAssignment
-from privlab.base import PrivlabWarning, Progress, hardware, pick_device, versions
-from privlab.benchmarks.common import Bench, median_seconds, sample_images
+from privlab.base import Progress, pick_device
+from privlab.benchmarks.common import Bench, machine, quiet, sample_images, time_rounds
 from privlab.defenses import RowPermutation
 from privlab.keys import ModelShape, apply_key, new_key
 from privlab.metrics import placement_accuracy
@@ -65,17 +63,13 @@ def bench_permutation(
         PrivlabError: for a model or a device that is not there.
     """
     target = pick_device(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
+    with quiet():
         subject = victim(model, weights="random").to(target)
         attacked, sent = _observe_permuted(victim(_ATTACKED, weights="random").to(target), batch)
-    stages = _stages(subject, attacked, batch)
-    total, done = (repeats + 1) * len(stages), itertools.count(1)
     with torch.no_grad():
-        seconds = median_seconds(stages, repeats, target, lambda: progress(next(done), total))
-    setup = {"model": model, "batch": batch, "repeats": repeats}
+        seconds = time_rounds(_stages(subject, attacked, batch), repeats, target, progress)
+    setup = {"model": model, "batch": batch, "repeats": repeats} | machine(target)
     per_image = {name: each / batch for name, each in seconds.items() if name != _ENCRYPTED}
-    setup |= {"hardware": hardware(target), "versions": versions()}
     placed = placement_accuracy(sent, PEAssignment()(attacked))
     assert placed is not None
     return Bench(_figures(seconds, batch) | {"pe_assignment_placed": float(placed.mean())}, _TARGETS, per_image, setup)

@@ -90,8 +90,7 @@ def _measure_decoder(
     decoders: list[Decoder] = []
 
     def train(count: int) -> None:
-        spec = InversionConv(steps=count, batch_size=len(images)).spec
-        decoders.append(train_decoder(seen, spec))
+        decoders.append(train_decoder(seen, InversionConv(steps=count, batch_size=len(images))))
 
     def invert() -> object:
         with torch.no_grad(), full_precision():

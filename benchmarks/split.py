@@ -21,8 +21,8 @@ from jaxtyping import UInt8
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, Progress, hardware, pick_device, versions
-from privlab.benchmarks.common import Bench, peak_memory, sample_images, time_stage
+from privlab.base import PrivlabError, PrivlabWarning, Progress, pick_device
+from privlab.benchmarks.common import Bench, machine, peak_memory, quiet, sample_images, time_stage
 from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def bench_split(
         raise PrivlabError("Split learning needs the extra: pip install 'privlab[split]'.")
     target = pick_device(device)
     steps, total = repeats + 1, repeats + 1 + memory * _LATE_STEP
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
+    with quiet():
         pair = _side_by_side(_subject(model), defense, batch, steps, target, lambda n: progress(n, total))
         peaks = _peaks(lambda n: progress(steps + n, total)) if memory else {}
     medians = {name: statistics.median(each[1:]) / batch for name, each in pair.seconds.items()}
@@ -82,8 +81,7 @@ def bench_split(
     if memory:
         figures["server_rss_1000_over_100"] = peaks[_LATE_STEP] / peaks[_EARLY_STEP]
     setup = {"model": model, "defense": defense, "batch": batch, "repeats": repeats}
-    setup |= {"hardware": hardware(target), "versions": versions()}
-    return Bench(figures, {name: _TARGETS[name] for name in figures}, medians, setup)
+    return Bench(figures, {name: _TARGETS[name] for name in figures}, medians, setup | machine(target))
 
 
 def serve_child(name: str, folder: str, device: str, every: int) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from privlab.base import Progress, hardware, versions
-from privlab.benchmarks.common import MAIN, Bench, Process
+from privlab.base import Progress
+from privlab.benchmarks.common import MAIN, Bench, Process, machine
 
 _TORCH, _TIMM = "import torch", "import torch, timm"
 _HELP, _WRONG, _START = "privlab --help", "refuse a wrong name", "privlab attack, until its victim is built"
@@ -48,7 +48,7 @@ def bench_startup(*, repeats: int, progress: Progress = lambda done, total: None
                 seconds[each].append(process.seconds(folder))
                 progress(next(done), total)
     medians = {each: statistics.median(found[1:]) for each, found in seconds.items()}
-    setup = {"repeats": repeats, "hardware": hardware(torch.device("cpu")), "versions": versions()}
+    setup = {"repeats": repeats} | machine(torch.device("cpu"))
     return Bench(_figures(medians), _TARGETS, medians, setup, unit="start")
 
 

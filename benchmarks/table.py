@@ -24,11 +24,9 @@ from privlab.base import (
     Progress,
     core_count,
     full_precision,
-    hardware,
     pick_device,
-    versions,
 )
-from privlab.benchmarks.common import Bench, median_seconds, peak_memory, time_stage
+from privlab.benchmarks.common import Bench, machine, median_seconds, peak_memory, quiet, time_stage
 from privlab.benchmarks.first_paint import find_chromium, first_paint
 from privlab.benchmarks.stores import experiment_file, finished_run, photographs
 from privlab.evaluation import CONTROLS, GEOMETRIES, source_of, subject_of
@@ -38,7 +36,6 @@ from privlab.images import batches, open_images
 from privlab.release import observe
 from privlab.report.page import write_page
 from privlab.report.tables import load_results
-from privlab.stores import RunDirectory
 from privlab.threat import Attack
 
 _RECORDS, _SHOWN = 1_000_000, 1000
@@ -99,8 +96,7 @@ def bench_table(
     def step() -> None:
         progress(next(steps), total)
 
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
+    with tempfile.TemporaryDirectory() as name, quiet():
         folder = Path(name)
         images = images_dir or photographs(folder / "images", n_images)
         labels = _labels(folder / "labels.csv", images, n_images)
@@ -120,8 +116,7 @@ def bench_table(
             step()
     setup = {"model": model, "images": n_images, "batch": _BATCH, "chunk": _CHUNK, "repeats": repeats}
     setup |= {"start_seconds": {name: pace.start for name, pace in paces.items()}, "absent": absent}
-    setup |= {"hardware": hardware(target), "versions": versions()}
-    return Bench(figures, {name: _TARGETS[name] for name in figures}, seconds, setup)
+    return Bench(figures, {name: _TARGETS[name] for name in figures}, seconds, setup | machine(target))
 
 
 def _labels(file: Path, images: Path, n: int) -> Path:
@@ -164,8 +159,7 @@ def _run(experiment: Experiment, path: Path, options: Options) -> list[tuple[flo
         if last is not None:
             results.append((time.perf_counter(), last.worker, len(last.task.images)))
 
-    grid, tasks = prepare(experiment, path, options)
-    fill(grid, tasks, RunDirectory.create(path, resume=True), options, progress=note)
+    fill(*prepare(experiment, path, options), path, options, progress=note)
     return results
 
 
@@ -272,7 +266,7 @@ def resume_child(file: str, path: str) -> None:
     grid, tasks = prepare(read_experiment(Path(file)), Path(path), options)
     if tasks:
         raise PrivlabError(f"{len(tasks)} tasks are missing of a run that is finished.")
-    fill(grid, tasks, RunDirectory.create(Path(path), resume=True), options)
+    fill(grid, tasks, Path(path), options)
     print(json.dumps([time.perf_counter() - start, peak_memory(), imports]))  # noqa: T201
 
 

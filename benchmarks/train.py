@@ -1,7 +1,5 @@
 """`privlab bench train`: the recipes' throughput against a bare timm loop, and against one another."""
 
-import itertools
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -9,11 +7,12 @@ from timm.optim import create_optimizer_v2
 from torch import Generator, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabWarning, Progress, configure, draw_for, hardware, pick_device, versions
-from privlab.benchmarks.common import Bench, median_seconds
+from privlab.base import Progress, configure, draw_for, pick_device
+from privlab.benchmarks.common import Bench, machine, quiet, time_rounds
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import train
 from privlab.experiments.training.objectives import OBJECTIVES, ObjectiveRecipe
-from privlab.training import Compute, Plan, train
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.victims import VictimModel, victim
 
 _BARE, _BARE_FUSED = "bare timm loop", "bare timm loop, fused attention"
@@ -59,11 +58,9 @@ def bench_train(
         PrivlabError: for a model or a device that is not there.
     """
     target = pick_device(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
+    with quiet():
         stages = _stages(model, batch, steps, target) | _small(steps, target)
-        total, done = (repeats + 1) * len(stages), itertools.count(1)
-        seconds = median_seconds(stages, repeats, target, lambda: progress(next(done), total))
+        seconds = time_rounds(stages, repeats, target, progress)
     ratios = {
         "classify_over_bare": seconds[_BARE] / seconds["classify"],
         "classify_over_bare_fused": seconds[_BARE_FUSED] / seconds["classify"],
@@ -75,7 +72,7 @@ def bench_train(
     of_small = (_SMALL, _LOADING)
     per_image = {name: each / steps / (128 if name in of_small else batch) for name, each in seconds.items()}
     setup = {"model": model, "batch": batch, "steps": steps, "repeats": repeats}
-    return Bench(ratios, _TARGETS, per_image, setup | {"hardware": hardware(target), "versions": versions()})
+    return Bench(ratios, _TARGETS, per_image, setup | machine(target))
 
 
 def _stages(model: str, batch: int, steps: int, device: torch.device) -> dict[str, Callable[[], object]]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from privlab.api.audits import audit_features, audit_gradients, audit_update
-    from privlab.api.steps import Features, Gradient, Update, observe, score
+    from privlab.api.steps import observe, score
     from privlab.api.whole_run import attack, grid
     from privlab.base import PrivlabError
     from privlab.images import open_images
     from privlab.release.capture import capture, capture_update
     from privlab.report.run import Run, load
-    from privlab.threat import Client
+    from privlab.threat import Client, Features, Gradient, Update
     from privlab.victims import Victim, victim
 
 __all__ = ["Client", "Features", "Gradient", "PrivlabError", "Run", "Update", "Victim", "__version__", "attack"]
@@ -33,7 +33,8 @@ if not Path(__file__).with_name("attacks").is_dir():
         "'git clone -c core.symlinks=true', on Windows in developer mode, and install from that clone."
     )
 
-_HOME: dict[str, str] = dict.fromkeys(("Features", "Gradient", "Update", "observe", "score"), "privlab.api.steps")
+_HOME: dict[str, str] = dict.fromkeys(("observe", "score"), "privlab.api.steps")
+_HOME |= dict.fromkeys(("Features", "Gradient", "Update"), "privlab.threat.releases")
 _HOME |= dict.fromkeys(("Run", "load"), "privlab.report.run")
 _HOME |= dict.fromkeys(("audit_features", "audit_gradients", "audit_update"), "privlab.api.audits")
 _HOME |= {

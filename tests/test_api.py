@@ -49,6 +49,74 @@ def test_gradients_step_by_step(photos: Tensor) -> None:
     assert not torch.equal(seen.gradients[name], other.gradients[name])
 
 
+def test_the_batch_changes_no_bit_of_a_shuffled_image_s_gradient(photos: Tensor) -> None:
+    victim, mjp, labels = privlab.victim("cifar_vit_mjp27"), Mjp(gamma=0.27), torch.tensor([3, 7, 1])
+    seen = privlab.observe(victim, photos, labels, defense=mjp)
+    for i in range(3):
+        alone = privlab.observe(victim, photos[i : i + 1], labels[i : i + 1], defense=mjp)
+        assert all(torch.equal(g[0], seen.gradients[name][i]) for name, g in alone.gradients.items())
+
+
+@dataclass(frozen=True)
+class Careless:
+    """Returns what no attack may return, or changes what others read."""
+
+    how: str
+
+    def __call__(self, seen: Any) -> Any:
+        """Return black images, or what `how` says."""
+        images = torch.zeros(len(seen.gradients["pos_embed"]), *seen.model.image_shape)
+        if self.how == "weights":
+            with torch.no_grad():
+                seen.model.vit.head.weight.zero_()
+        elif self.how == "released":
+            seen.gradients["pos_embed"].zero_()
+        elif self.how == "mode":
+            seen.model.train()
+        wrong = {"shape": images[:, :, :16], "nan": images / 0, "device": images.to("meta"), "numpy": images.numpy()}
+        return wrong.get(self.how, images)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        *(("shape", "instead of"), ("nan", "finite"), ("device", "meta"), ("numpy", "ndarray")),
+        *((how, "changed") for how in ("weights", "released", "mode")),
+    ],
+)
+def test_a_careless_attack_fails_alone(photos: Tensor, how: str, message: str) -> None:
+    victim = privlab.victim("cifar_vit")
+    before = copy.deepcopy(victim.model.state_dict())
+    records = privlab.attack(
+        victim, photos[:2], [3, 5], **(QUICK | {"attacks": [Careless(how), PatchGradient()]})
+    ).records
+    own = records[records.attack == "careless"]
+    assert (own.status == "failed").all()
+    assert own.reason.str.contains(message).all()
+    assert (records[records.attack == "patch-gradient"].psnr > 60).all()
+    assert all(torch.equal(value, before[name]) for name, value in victim.model.state_dict().items())
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """Releases no position embedding, or a part of it."""
+
+    shape: bool
+
+    def release(self, gradients: Any, draws: Any) -> Any:
+        """Return what is left."""
+        if self.shape:
+            return gradients | {"pos_embed": gradients["pos_embed"][:, :, :1]}
+        return {name: g for name, g in gradients.items() if name != "pos_embed"}
+
+
+@pytest.mark.parametrize("release", [privlab.Gradient(), privlab.Update()])
+@pytest.mark.parametrize("shape", [True, False])
+def test_a_defense_that_loses_a_parameter_is_refused(photos: Tensor, release: Any, shape: bool) -> None:
+    with pytest.raises(PrivlabError, match=r"lossy.*pos_embed"):
+        privlab.attack("cifar_vit", photos[:1], [3], defense=Lossy(shape), release=release, progress=False)
+
+
 def test_an_update_and_features_step_by_step(photos: Tensor, photographs: Any) -> None:
     victim = privlab.victim("cifar_vit")
     client = privlab.Client(lr=0.01, steps=2)
@@ -167,6 +235,7 @@ def test_what_cannot_be_pickled_runs_in_this_process(photos: Tensor) -> None:
     assert set(run.records.status) == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: Path) -> None:
     def run() -> privlab.Run:
         return privlab.grid(
@@ -185,6 +254,8 @@ def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: P
     assert sorted((tmp_path / "grid" / "records").iterdir()) == parts
     with pytest.raises(PrivlabError, match="defense"):
         privlab.grid("cifar_vit", photos, defense=[], progress=False)
+    with pytest.raises(PrivlabError, match="object"):
+        privlab.grid(["cifar_vit", privlab.victim("cifar_vit")], photos, progress=False)  # pyright: ignore[reportArgumentType]
 
 
 def test_mjp_of_a_model_of_ones_own(photos: Tensor) -> None:

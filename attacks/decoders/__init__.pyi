@@ -1,7 +1,7 @@
 from .networks import DECODERS as DECODERS
 from .networks import Decoder as Decoder
 from .networks import Shape as Shape
-from .training import DecoderSpec as DecoderSpec
+from .training import DecoderTrained as DecoderTrained
 from .training import Trained as Trained
 from .training import decoder_for as decoder_for
 from .training import decoder_key as decoder_key

@@ -2,18 +2,17 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, warn, write_whole
+from privlab.base import PrivlabError, warn
 from privlab.release import AnyDefense
 from privlab.threat import Stack
+from privlab.training import keep, kept
 from privlab.victims import VictimModel, cache_folder, hash_of
 
 LEAST_IMAGES = 200  # number of public images below which a decoder is poor
@@ -36,13 +35,15 @@ def kept_decoder(kind: str, key: str, make: Callable[[], Network], train: Callab
     path = cache_folder("decoders") / f"{kind}-{key[:32]}.safetensors"
     if path.exists():
         decoder = make()
-        if _load(decoder, path, key):
-            return decoder.eval()
+        with suppress(RuntimeError):  # the tensors of another network
+            if (state := kept(path, key)) is not None:
+                decoder.load_state_dict(state)
+                return decoder.eval()
         warn(f"The decoder in {path} is damaged or foreign. It will be trained again.", 3)
     decoder = train()
     try:
-        write_whole(path, lambda made: _save(decoder, made, key))
-    except (PrivlabError, SafetensorError) as error:
+        keep(path, key, decoder.state_dict())
+    except PrivlabError as error:
         warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.", 3)
     return decoder
 
@@ -75,22 +76,3 @@ def warn_of_few(public: Float[Tensor, "m c h w"]) -> None:
     """
     if len(public) < LEAST_IMAGES:
         warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.", 3)
-
-
-def _save(decoder: nn.Module, path: Path, key: str) -> None:
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
-    save_file(state, path, {"privlab": f"{key} {hash_of(state)}"})
-
-
-def _load(decoder: nn.Module, path: Path, key: str) -> bool:
-    """Load the weights of a file into a decoder; return whether they are those of `key` and undamaged."""
-    try:
-        with safe_open(path, "pt") as file:
-            facts = (file.metadata() or {}).get("privlab")
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        if facts != f"{key} {hash_of(state)}":
-            return False
-        decoder.load_state_dict(state)
-    except (OSError, SafetensorError, RuntimeError):
-        return False
-    return True

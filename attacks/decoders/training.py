@@ -6,7 +6,7 @@ draws of its releases are its own, and new in every batch: whatever the decoder 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,40 +15,17 @@ from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import DECODERS, Decoder, OwnRelease, Shape
 from privlab.attacks.decoders.store import identity_of, kept_decoder, seeded, warn_of_few
-from privlab.base import check_name, draw_for, full_precision
+from privlab.base import draw_for, full_precision
 from privlab.patches import permute
 from privlab.release import AnyDefense, send
 from privlab.threat import Draws, FeatureObservation, Observation, Stack
-from privlab.training import Compute, Plan, train
+from privlab.training import Plan, train
 from privlab.victims import VictimModel, hash_of
 
 FORMAT = "privlab-decoder/1"
 
 Network = TypeVar("Network", bound=nn.Module)
 Pairs: TypeAlias = tuple[Float[Tensor, "r ..."], Float[Tensor, "r c h w"]]
-
-
-@dataclass(frozen=True)
-class DecoderSpec:
-    """Which decoder, how large, and how it is trained.
-
-    Args:
-        kind: one of `DECODERS`.
-        width: width of its tokens, or number of its channels; a multiple of 32.
-        depth: number of its blocks.
-        augment: whether public images are mirrored and rolled at random.
-        plan: how it is trained.
-    """
-
-    kind: str
-    width: int
-    depth: int
-    augment: bool
-    plan: Plan
-
-    def __post_init__(self) -> None:
-        """Raise PrivlabError for an unknown kind."""
-        check_name("decoder", self.kind, DECODERS)
 
 
 class Trained:
@@ -71,6 +48,21 @@ class Trained:
         """Return how the network is trained: a warm-up of a tenth of the steps or 50, then a cosine decay to zero."""
         rate, warmup = self.learning_rate, min(50, self.steps // 10)
         return Plan(self.steps, self.batch_size, learning_rate=rate, weight_decay=0.01, warmup=warmup, seed=self.seed)
+
+
+class DecoderTrained(Trained):
+    """The options of an attack that trains one of `DECODERS`.
+
+    Args:
+        width: width of the decoder's tokens, or number of its channels; a multiple of 32.
+        depth: number of its blocks.
+        augment: whether public images are mirrored and rolled at random.
+    """
+
+    kind: ClassVar[str]
+    width: int
+    depth: int
+    augment: bool
 
 
 def make_release(
@@ -110,10 +102,10 @@ def mirrored_and_rolled(images: Float[Tensor, "b c h w"], draw: Generator) -> Fl
 class Inversion:
     """The training recipe of a decoder: from releases of public images back to these images."""
 
-    def __init__(self, seen: FeatureObservation, spec: DecoderSpec) -> None:
-        self.seen, self.spec, self.identity = seen, spec, decoder_key(seen, spec)
-        make, shape = DECODERS[spec.kind], Shape.of(seen.model)
-        self.model = seeded(spec.plan.seed, lambda: make(shape, spec.width, spec.depth))
+    def __init__(self, seen: FeatureObservation, attack: DecoderTrained) -> None:
+        self.seen, self.attack = seen, attack
+        make, shape = DECODERS[attack.kind], Shape.of(seen.model)
+        self.model = seeded(attack.plan.seed, lambda: make(shape, attack.width, attack.depth))
         self.model.to(seen.model.mean.device).whiten.fit(self._rows())
 
     def __len__(self) -> int:
@@ -123,7 +115,7 @@ class Inversion:
         """Return a new release of some public images."""
         seen, public = self.seen, self.seen.public
         images = public[rows.to(public.device)].to(seen.model.mean)
-        if self.spec.augment:
+        if self.attack.augment:
             images = mirrored_and_rolled(images, draw)
         return make_release(seen.model, seen.defense, images, draw, seen.cut_layer)
 
@@ -131,7 +123,7 @@ class Inversion:
         """Return the objective of the decoder on one release (`Decoder.objective`).
 
         Args:
-            model: the decoder, or what Fabric wraps around it; it makes the forward pass.
+            model: the decoder; it makes the forward pass.
             batch: as `batch` returns it.
             draw: not used, because the objective is not random.
         """
@@ -139,50 +131,50 @@ class Inversion:
 
     def _rows(self) -> Float[Tensor, "m d"]:
         """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
-        draw = draw_for(self.spec.plan.seed, "", "whitening")
+        draw = draw_for(self.attack.plan.seed, "", "whitening")
         batches = torch.randperm(len(self), generator=draw)[:256].split(32)
         return torch.cat([self.batch(rows, draw)[0].flatten(0, 1) for rows in batches])
 
 
-def train_decoder(seen: FeatureObservation, spec: DecoderSpec) -> Decoder:
+def train_decoder(seen: FeatureObservation, attack: DecoderTrained) -> Decoder:
     """Train a decoder on releases of public images, on the victim's device.
 
     Args:
         seen: a release, of which the model, the defense, the public images and the cut layer count.
-        spec: the kind and size of the decoder, and the plan of its training.
+        attack: says the kind and size of the decoder, and how it is trained.
 
     Raises:
         PrivlabError: whatever `privlab.training.train` raises.
     """
-    recipe = Inversion(seen, spec)
-    _train(recipe, spec.plan)
+    recipe = Inversion(seen, attack)
+    _train(recipe, attack.plan)
     return recipe.model
 
 
-def decoder_for(seen: FeatureObservation, spec: DecoderSpec) -> Decoder:
-    """Return the decoder of this victim, defense, public images and spec: from the cache, or trained and cached.
+def decoder_for(seen: FeatureObservation, attack: DecoderTrained) -> Decoder:
+    """Return the decoder of this victim, defense, public images and options: from the cache, or trained and cached.
 
     Args:
         seen: a release, of which the features do not count; the decoder is poor with fewer than 200 public images.
-        spec: the kind and size of the decoder, and the plan of its training.
+        attack: says the kind and size of the decoder, and how it is trained.
 
     Warns:
         PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
     """
     warn_of_few(seen.public)
-    make, shape = DECODERS[spec.kind], Shape.of(seen.model)
+    make, shape = DECODERS[attack.kind], Shape.of(seen.model)
     return kept_decoder(
-        spec.kind,
-        decoder_key(seen, spec),
-        lambda: make(shape, spec.width, spec.depth),
-        lambda: train_decoder(seen, spec),
+        attack.kind,
+        decoder_key(seen, attack),
+        lambda: make(shape, attack.width, attack.depth),
+        lambda: train_decoder(seen, attack),
     ).to(seen.model.mean.device)
 
 
-def decoder_key(seen: FeatureObservation, spec: DecoderSpec) -> str:
+def decoder_key(seen: FeatureObservation, attack: DecoderTrained) -> str:
     """Return the SHA-256, in hexadecimal, of all that shapes a decoder; `decoder_for` stores it under that name."""
     cut = (f"cut layer {seen.cut_layer}",) if seen.cut_layer else ()  # 0 has the keys of before there was a choice
-    return identity_of(seen.model, seen.defense, FORMAT, repr(spec), hash_of({"public": seen.public}), *cut)
+    return identity_of(seen.model, seen.defense, FORMAT, repr(attack), hash_of({"public": seen.public}), *cut)
 
 
 class PairTrained(Trained):
@@ -239,7 +231,7 @@ class PairTrained(Trained):
 
         def trained() -> Network:
             network = made().to(seen.model.mean.device)
-            _train(_PairTraining(network, *pairs(network), key), self.plan)
+            _train(_PairTraining(network, *pairs(network)), self.plan)
             return network
 
         return kept_decoder(kind, key, made, trained).to(seen.model.mean.device).eval()
@@ -252,7 +244,6 @@ class _PairTraining:
     model: nn.Module
     inputs: Float[Tensor, "r ..."]
     images: Float[Tensor, "r c h w"]
-    identity: str
 
     def __len__(self) -> int:
         return len(self.images)
@@ -266,7 +257,7 @@ class _PairTraining:
         """Return the mean squared error of the images of a batch.
 
         Args:
-            model: the model, or what Fabric wraps around it.
+            model: the model.
             batch: as `batch` returns it.
             draw: not used, because the objective is not random.
         """
@@ -275,7 +266,5 @@ class _PairTraining:
 
 
 def _train(recipe: Inversion | _PairTraining, plan: Plan) -> None:
-    """Train in full precision, on the device of the model."""
-    device = next(recipe.model.parameters()).device
     with full_precision():
-        train(recipe, plan, compute=Compute(device=str(device)))
+        train(recipe, plan)

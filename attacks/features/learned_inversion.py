@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from privlab.attacks.decoders import DecoderSpec, Trained, decoder_for
+from privlab.attacks.decoders import DecoderTrained, decoder_for
 from privlab.base import PrivlabError
 from privlab.release import effects_of
 from privlab.threat import Capability, FeatureObservation, Reconstruction
@@ -18,7 +18,7 @@ IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
 
 
 @dataclass(frozen=True)
-class _Inversion(Trained):
+class _Inversion(DecoderTrained):
     """Train a decoder on pairs of a public image and what the client sends of it; apply it to what was sent.
 
     The adversary runs the client's part of the model, whatever the cut layer, and the defense, whose algorithm it
@@ -26,14 +26,8 @@ class _Inversion(Trained):
     the victim. A decoder is trained once for each victim, cut layer, defense and set of public images, and cached.
 
     Exact if: no condition is known: it is a trained decoder without a guarantee.
-
-    Args:
-        width: width of the decoder's tokens, or number of its channels; a multiple of 32.
-        depth: number of its blocks.
-        augment: whether public images are mirrored and rolled at random.
     """
 
-    kind: ClassVar[str]
     knows: ClassVar[frozenset[str]] = IN_PLACE
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.RELEASED_FEATURES, Capability.AUXILIARY_IMAGES, Capability.QUERIES, Capability.KNOWS_DEFENSE}
@@ -58,16 +52,11 @@ class _Inversion(Trained):
         """
         if (channels := seen.model.image_shape[0]) != 3:
             raise PrivlabError(f"{self.kind} decoders paint RGB images. Found a victim of {channels} channels.")
-        decoder = decoder_for(seen, self.spec)
+        decoder = decoder_for(seen, self)
         order = effects_of(seen.model, seen.defense).rows
         with torch.no_grad():
             images, rows = decoder.reconstruct(seen.features.float(), order)
         return Reconstruction(images.to(seen.model.mean.dtype), rows)
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """Return the decoder and its training."""
-        return DecoderSpec(self.kind, self.width, self.depth, self.augment, self.plan)
 
 
 @dataclass(frozen=True)

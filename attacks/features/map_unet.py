@@ -99,11 +99,6 @@ class MapUNet(PairTrained):
 
 
 FORMAT = "privlab-correction/1"
-SPEC = (
-    "CorrectionSpec(width={0.width}, releases={0.releases}, client_batch={0.client_batch}, augment={0.augment}, "
-    "plan={0.plan})"
-)
-"""What shapes the U-Net of the attack's options, as the names of stored ones have it."""
 
 PUBLIC_OF_STARTS = 64
 """Public images that the attacks to be corrected get for a prior of their own; more cost time in each release alone."""
@@ -178,7 +173,7 @@ def _correction_for(seen: FeatureObservation, starts: Sequence[FeatureAttack], a
     return attack.network(
         seen,
         "unet",
-        (FORMAT, SPEC.format(attack), repr(tuple(starts)), f"cut layer {seen.cut_layer}"),
+        (FORMAT, repr(attack), repr(tuple(starts)), f"cut layer {seen.cut_layer}"),
         lambda: UNet(seen.model.image_shape[0], len(starts), attack.width),
         lambda _: _own_starts(seen, starts, attack),
     )

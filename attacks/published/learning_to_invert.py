@@ -100,7 +100,7 @@ class LearningToInvert(PairTrained):
         decoder = self.network(
             seen,
             "gradients",
-            (FORMAT, SPEC.format(self)),
+            (FORMAT, repr(self)),
             lambda: GradientDecoder(Shape.of(seen.model), self.width, self.depth),
             lambda decoder: decoder.fitted_to(*_own_releases(seen, self)),
         )
@@ -112,10 +112,6 @@ class LearningToInvert(PairTrained):
 FORMAT = "privlab-gradient-decoder/1"
 READ = ("pos_embed", "patch_embed.proj.weight")  # the parameters whose gradients the decoder reads
 RIDGE = 0.3  # λ of the ridge solution that the decoder reads, where the mean square of an entry of A is one
-SPEC = (
-    "GradientDecoderSpec(width={0.width}, depth={0.depth}, releases={0.releases}, augment={0.augment}, plan={0.plan})"
-)
-"""What shapes the decoder of the attack's options, as the names of stored ones have it."""
 AT_A_TIME = 64  # public images that are released at a time
 
 

@@ -2,10 +2,11 @@
 
 import hashlib
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from privlab.base import PrivlabError, warn
-from privlab.training import Checkpoints, TrainingProgress, tell
+from privlab.training import TrainingProgress, keep, kept, tell
 from privlab.victims import cache_folder
 
 _SAVE_EVERY = 20.0  # seconds between two saved states
@@ -207,11 +208,12 @@ def descend(
         PrivlabError: if the objective is not finite at the start.
     """
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()
-    kept = Checkpoints(cache_folder("searches") / key[:32], {"search": key})
-    if (found := kept.last()) is None:
+    path = cache_folder("searches") / f"{key[:32]}.safetensors"
+    if (found := kept(path, key)) is None:
         done, state = 0, optimiser.start(points, evaluate)
     else:
-        done, state = found[0], {name: tensor.to(points.device) for name, tensor in found[1].items()}
+        done = int(found.pop("done"))
+        state = {name: tensor.to(points.device) for name, tensor in found.items()}
     if not state["least"].isfinite().all():
         raise PrivlabError("The objective is not finite where the search starts.")
     first, begun = done, time.perf_counter()
@@ -224,20 +226,21 @@ def descend(
             left = (now - begun) / (done - first) * (steps - done)
             tell(TrainingProgress(done, steps, 0.0, float(state["least"].mean()), optimiser.lr, now - begun, left))
             if now - saved > _SAVE_EVERY:
-                _save(kept, done, state)
+                _save(path, key, done, state)
                 saved = now
     except BaseException:
         if done > first:
-            _save(kept, done, state)
+            _save(path, key, done, state)
         raise
-    shutil.rmtree(kept.folder, ignore_errors=True)
+    with suppress(OSError):  # the cache is not a folder
+        path.unlink()
     return state["best"], state["least"]
 
 
-def _save(kept: Checkpoints, step: int, state: State) -> None:
-    """Write the state; if that fails, warn and go on."""
+def _save(path: Path, key: str, done: int, state: State) -> None:
+    """Write the state after `done` steps; if that fails, warn and go on."""
     try:
-        kept.save(step, {name: tensor.clone() for name, tensor in state.items()}, {})
+        keep(path, key, state | {"done": torch.tensor(done)})
     except PrivlabError as error:
         warn(f"The search cannot be resumed if it is interrupted: {error}", 4)
 

@@ -34,8 +34,9 @@ ROOMS = (
     *("privlab", "privlab.base", "privlab.patches", "privlab.images", "privlab.victims", "privlab.threat"),
     *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics"),
     *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
-    *("privlab.grids", "privlab.runs", "privlab.admission", "privlab.split", "privlab.inventory"),
+    *("privlab.grids", "privlab.runs", "privlab.testing", "privlab.split", "privlab.inventory"),
     *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
+    "privlab.integrations",
     *("privlab.report.tables", "privlab.report.figures", "privlab.report.page", "privlab.benchmark"),
 )
 """The packages whose public names have a page, in the order of the house."""
@@ -170,17 +171,35 @@ def group_page() -> str:
 
 def command_page(words: tuple[str, ...], command: click.Command, level: int = 1) -> str:
     """Return what there is to know of a command: its help, its usage, its options and examples."""
-    context = click.Context(command, info_name=" ".join(words), show_default=True)
+    context = command.context_class(command, info_name=" ".join(words), show_default=True)
     parts = [f"{'#' * level} `{' '.join(words)}`", escape((command.help or "").replace("\b\n", ""))]
     parts.append(f"```text\n{command.get_usage(context)}\n```")
-    options = [each.get_help_record(context) for each in command.params if isinstance(each, click.Option)]
-    if shown := [f"| `{in_table(names)}` | {cell(text)} |" for names, text in filter(None, options)]:
-        parts.append("\n".join(("| option | meaning |", "|---|---|", *shown)))
+    parts += [option_table(title, options, context) for title, options in option_groups(command)]
     if lines := EXAMPLES.get(" ".join(words[1:])):
         parts.append("Examples:\n\n```text\n" + "\n".join(lines) + "\n```")
     if isinstance(command, click.Group):
         parts += [command_page((*words, name), each, level + 1) for name, each in command.commands.items()]
     return "\n\n".join(parts) + "\n"
+
+
+def option_groups(command: click.Command) -> Iterator[tuple[str, list[click.Option]]]:
+    """Yield the titled groups of a command's options, and last those without a title."""
+    groups: dict[str, list[click.Option]] = {}
+    for option in command.params:
+        if isinstance(option, click.Option) and not option.hidden:
+            group = getattr(option, "group", None)
+            groups.setdefault("" if group is None else group.title, []).append(option)
+    untitled = groups.pop("", [])
+    yield from groups.items()
+    if untitled:
+        yield "Other options" if groups else "Options", untitled
+
+
+def option_table(title: str, options: Sequence[click.Option], context: click.Context) -> str:
+    """Return a table of options and their meanings, below their title."""
+    records = filter(None, (option.get_help_record(context) for option in options))
+    rows = [f"| `{in_table(names)}` | {cell(text)} |" for names, text in records]
+    return "\n".join((f"| {title.lower()} | meaning |", "|---|---|", *rows))
 
 
 def first_line(command: click.Command) -> str:

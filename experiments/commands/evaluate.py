@@ -45,7 +45,10 @@ def evaluate(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Measure what victims are worth: top-1, Consistency and Diff-Norm against γ, corruptions, outliers."""
+    """Measure the accuracy and the robustness of victims.
+
+    It reports top-1, Consistency and Diff-Norm against γ, corruptions and outliers.
+    """
     from privlab.base import pick_device, read_numbers
     from privlab.experiments.figures.gamma import draw_by_gamma
     from privlab.experiments.methods.evaluate import EvaluationConfig, evaluate_models

@@ -61,7 +61,10 @@ from privlab.cli.names import CLASSIFIER
 @common
 @click.pass_context
 def train(context: click.Context, device: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Train a victim by RECIPE: classify, mjp, mp3, droppos, finetune or probe; all that comes of it goes to --out."""
+    """Train a victim or a position predictor.
+
+    RECIPE is classify, mjp, mp3, droppos, finetune or probe. All results are written to --out.
+    """
     from privlab.base import pick_device
     from privlab.experiments.training.train_victim import TrainingConfig, train_victim
 

@@ -22,9 +22,11 @@ from torch import Generator, Tensor
 from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction
 from privlab.base import check_name, write_whole
 from privlab.experiments.studies.data import FineTuning, Images, check_folder, fresh_head, load_split, loss_of
+from privlab.experiments.training.loop import train
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 from privlab.patches import permute_features, restore_features
-from privlab.training import Compute, Plan, TrainingProgress, train
+from privlab.training import TrainingProgress
 from privlab.victims import Victim, VictimModel, victim
 
 MANNERS = ("normal", "authorized", "unauthorized", "scratch")

@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 
 from privlab.base import draw_for
 from privlab.experiments.training.examples import Examples
+from privlab.experiments.training.objectives.context import in_context
 from privlab.experiments.training.objectives.droppos import TrainDropPos
 from privlab.experiments.training.objectives.mp3 import TrainMp3
 from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor
@@ -68,7 +69,7 @@ def _right(
     if isinstance(predictor, Mp3Network):
         for eta in hidden:
             patches, context = TrainMp3(eta=eta).batch(images, labels, predictor.model, draw)
-            guess = predictor(patches, context.to(patches.device)).argmax(2)
+            guess = in_context(predictor, patches, context.to(patches.device)).argmax(2)
             found[f"accuracy_eta_{eta:g}"] = (guess == torch.arange(guess.shape[1]).to(guess)).flatten()
     if isinstance(predictor, DropPosNetwork):
         for gamma, dropped in itertools.product(hidden, DROPPED):

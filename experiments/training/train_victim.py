@@ -32,13 +32,15 @@ from privlab.base import (
 from privlab.experiments.methods.consistency import measure_consistency
 from privlab.experiments.training.classifiers import NamedClassifier, classifier
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import train
 from privlab.experiments.training.objectives import OBJECTIVES, Objective, ObjectiveRecipe, Probe
 from privlab.experiments.training.objectives.probe import Head, probe_accuracy
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.experiments.training.position_accuracy import position_accuracy
 from privlab.experiments.training.reading import read_examples
 from privlab.images import open_images
 from privlab.reassembly import PositionPredictor, save_predictor
-from privlab.training import Compute, Listener, Plan, train
+from privlab.training import Listener
 from privlab.victims import Victim, victim
 from privlab.victims import weights as stored
 
@@ -193,7 +195,7 @@ def train_victim(
         progress: called with each report; None for the listener of `listening`, if there is one.
 
     Raises:
-        PrivlabError: as `privlab.training.train`, `read_examples` and `victim` do; if `out` holds another training.
+        PrivlabError: as `train`, `read_examples` and `victim` do; if `out` holds another training.
     """
     if (done := _finished_card(config, out)) is not None:
         return done

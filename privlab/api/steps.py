@@ -2,29 +2,23 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab import release as released
-from privlab.base import PrivlabError, draw_for
-from privlab.evaluation import Batch, Trial, batch_key, completed, score_images
-from privlab.evaluation.client_updates import observe_clients, share_out
+from privlab.base import PrivlabError
+from privlab.evaluation import Batch, Clients, batch_key, completed, labelled, score_images
 from privlab.evaluation.setup import learned_metric
-from privlab.images import NamedImage
-from privlab.release import released_parameters, served, trained_parameters
+from privlab.images import Chunk, NamedImage
 from privlab.release.checked import images_for, labels_for, model_of
 from privlab.threat import (
-    Client,
-    Draws,
     FeatureObservation,
-    Feed,
+    Gradient,
     Observation,
     Reconstruction,
+    Release,
     Stack,
 )
 from privlab.victims import Victim, VictimModel, hash_of
@@ -34,35 +28,13 @@ Part = Any
 """An attack or a defense: its name, or an instance of any dataclass that has its method."""
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """What federated learning releases: the gradient of the mean loss of `batch` images."""
-
-    batch: int = 1
-
-
-@dataclass(frozen=True)
-class Features:
-    """What split learning releases: the tokens after `cut_layer` blocks, of `batch` images at a time."""
-
-    cut_layer: int = 0
-    batch: int = 16
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a federation's client releases: how far a round of local training moved the weights."""
-
-    client: Client = field(default_factory=Client)
-
-
 def observe(
     victim: Victim | VictimModel,
     images: Any,  # noqa: ANN401
     labels: Any = None,  # noqa: ANN401
     parameters: Iterable[str] | None = None,
     *,
-    release: Gradient | Features | Update = Gradient(),
+    release: Release | None = None,
     defense: Part | Sequence[Part] = (),
     public: Any = None,  # noqa: ANN401
     seed: int = 0,
@@ -75,7 +47,7 @@ def observe(
         images: b × c × h × w private images in [0, 1], or bytes.
         labels: the class index of each image; None for the model's own prediction.
         parameters: names of the gradients that are kept; None for all. Features have none.
-        release: what the clients release.
+        release: what the clients release; None for the gradient of each image.
         defense: one defense, or several, in the order in which they act.
         public: images of the adversary's own, as `images`; None if it has none.
         seed: seed of the defense's draws, which depend on each image's content too.
@@ -97,37 +69,23 @@ def observe(
     batch = _batch(model, x, labels)
     parts = defense if isinstance(defense, Sequence) and not isinstance(defense, str) else [defense]
     stack = Stack(tuple(completed(part, "defense") for part in parts))
-    key = draw_for(seed, hash_of(model.state_dict()), "key", draw)
-    draws = Draws(batch.draws(seed, "defense", draw), draw_for(seed, batch.together, "batch", draw), key)
-    own = x[:0] if public is None else images_for(model, public, "public images")
-    if isinstance(release, Update):
-        client = share_out(release.client, min(release.client.released_images, len(x)))
-        model = served(model, client)
-        names = trained_parameters(model, client) if parameters is None else parameters
-        trial = Trial("c", Feed.undefended(x, model.patch), x)
-        secret = batch.release_draws(seed, draw, client.images)
-        return observe_clients(model, client, trial, batch, list(names), secret, stack.parts)
-    size = release.batch if isinstance(release, Gradient) else len(x)
-    if len(x) % size:
-        raise PrivlabError(f"Gradient(batch={size}) needs a multiple of {size} images. Found {len(x)}.")
-    feed = stack.feed(x, model.patch, draws.images, size, key)
-    if isinstance(release, Features):
-        sent = released.send(model, feed, stack, draws, release.cut_layer)
-        return released.observe_features(model, sent, stack, own, release.cut_layer)
-    names = released_parameters(model) if parameters is None else parameters
-    secret = batch.release_draws(seed, draw, size)
-    return released.observe(
-        model, feed, batch.labels, sorted(names), stack.parts, secret, size, own if len(own) else None
-    )
+    release = Gradient() if release is None else release
+    clients = Clients(release, stack, seed, draw, hash_of(model.state_dict()))
+    own = None if public is None else images_for(model, public, "public images")
+    if isinstance(release, Gradient) and len(x) % release.batch:
+        raise PrivlabError(
+            f"Gradient(batch={release.batch}) needs a multiple of {release.batch} images. Found {len(x)}."
+        )
+    trial = clients.trial(model, batch, "c")
+    return clients.observe(model, trial, None if parameters is None else sorted(parameters), own)
 
 
 def _batch(model: VictimModel, x: Float[Tensor, "b c h w"], labels: Any) -> Batch:  # noqa: ANN401
     """Return images with labels; each image is known by the hash of its values."""
-    if labels is None:
-        with torch.no_grad():
-            labels = model(x).argmax(1) if model.classes else torch.zeros(len(x), dtype=torch.long)
     hashes = [hashlib.sha256(image.cpu().contiguous().numpy().tobytes()).hexdigest() for image in x]
-    named = [NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes)]
+    named = tuple(NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes))
+    if labels is None:
+        return labelled(Chunk(named, x, ()), model, predicted=True)[0]
     return Batch(named, x, labels_for(model, labels, len(x)), batch_key(hashes))
 
 

@@ -32,7 +32,7 @@ def write_whole(
         path: path of the file; its folder is made if it is not there.
         write: fills the temporary file whose path it is given.
         durable: whether to wait until the file and its name are on the disk, so that it stays after a crash.
-        private: whether nobody but the user may read it (mode 0600), from its first byte on.
+        private: whether nobody but the user may read it (0600, from its first byte on) or enter a folder made for it.
         place: what the user may change, for the error.
 
     Raises:
@@ -40,7 +40,7 @@ def write_whole(
     """
     temporary = path.with_name(f"{UNFINISHED}{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         if private:
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         write(temporary)

@@ -83,10 +83,11 @@ def configure(kind: type[T], options: Sequence[str], given: Mapping[str, Any] = 
         PrivlabError: for an option of another form, or a value that is not of the field's type.
     """
     values, config, types = dict(given), {}, _types(kind) if options else {}
+    own = {f.name for f in fields(kind)}  # pyright: ignore[reportArgumentType]
     for option in options:
         _, key, value = _split(option, [kind.name])  # pyright: ignore[reportAttributeAccessIssue]
         if key in types:
-            into = values if key in _own_types(kind) else config
+            into = values if key in own else config
             into[key] = _convert(option, value, types[key])
     return kind(**values, **({"config": tuple(config.items())} if config else {}))
 
@@ -127,13 +128,12 @@ def _split(option: str, names: Iterable[str]) -> tuple[str, str, str]:
 
 def _types(kind: type[Any]) -> dict[str, Any]:
     """Return the type of each option of a class, those of a configuration of another library included."""
-    more: dict[str, Any] = dict(kind.config_types()) if hasattr(kind, "config_types") else {}
-    return {key: wanted for key, wanted in _own_types(kind).items() if not more or key != "config"} | more
-
-
-def _own_types(kind: type[Any]) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return {f.name: hints[f.name] for f in fields(kind)}
+    types = {f.name: hints[f.name] for f in fields(kind)}
+    if hasattr(kind, "config_types"):
+        del types["config"]
+        types |= kind.config_types()
+    return types
 
 
 def _convert(option: str, value: str, wanted: Any) -> Any:  # noqa: ANN401

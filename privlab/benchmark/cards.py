@@ -1,6 +1,5 @@
 """Cards: what an entry says of itself, in TOML, whether that is so, and templates to begin with."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
@@ -8,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, check_name, check_range, first, parse_toml, read_text, unknown_name, write_whole
+from privlab.base import (
+    PrivlabError,
+    check_name,
+    check_range,
+    first,
+    parse_toml,
+    plain_data,
+    read_text,
+    unknown_name,
+    write_whole,
+)
 from privlab.benchmark.tracks import BUNDLED, TRACKS, VERSION, Track, photographs, track
 from privlab.defenses import DEFENSES, Undefended, defenses
 from privlab.report.tables import DETERMINISTIC
@@ -59,7 +68,7 @@ class Card:
     reconstructions: str = ""
     releases: str = ""
     victim: str = ""
-    against: tuple[str, ...] = ()
+    against: Sequence[str] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     secret_bits: float | None = None
     epsilon: float | int | str | None = None
@@ -103,26 +112,28 @@ class Card:
         return self.victim or self.of.victims[0].name
 
 
+_NUMBER = (int, float)
 _TEXTS = ("track", "version", "kind", "name", "paper", "uses", "plugin", "reconstructions", "releases", "victim")
-_WANTED: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(_TEXTS, (str,)),
-    "against": (list,),
-    "parameters": (dict,),
-    "secret_bits": (int, float),
-    "epsilon": (int, float, str),
-    "utility": (dict,),
-    "reported": (dict,),
+_KEYS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "": {
+        **dict.fromkeys(_TEXTS, (str,)),
+        **dict.fromkeys(("parameters", "utility", "reported"), (dict,)),
+        "against": (list,),
+        "secret_bits": _NUMBER,
+        "epsilon": (*_NUMBER, str),
+    },
+    "utility": {"measure": (str,), "how": (str,), "value": _NUMBER},
+    "reported": {"claim": (str,), "metric": (str,), "value": _NUMBER},
 }
-_TABLES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    "utility": {"measure": (str,), "how": (str,), "value": (int, float)},
-    "reported": {"claim": (str,), "metric": (str,), "value": (int, float)},
-}
-_NEEDED = {
-    "card": ("track", "version", "kind", "name", "paper"),
+"""The types of the keys of a card, and of its tables."""
+
+_NEEDED: Mapping[str, Sequence[str]] = {
+    "": ("track", "version", "kind", "name", "paper"),
+    "defense": ("secret_bits", "epsilon", "utility"),
     "utility": ("measure", "how"),
     "reported": ("claim",),
 }
-_OF_DEFENSE = ("secret_bits", "epsilon", "utility")
+"""The keys that must be stated; a defense states more than an attack."""
 
 
 def read_card(path: Path) -> Card:
@@ -132,32 +143,26 @@ def read_card(path: Path) -> Card:
         PrivlabError: for a key that is missing, unknown or of another type, an unknown track, another version, or
             secure aggregation without the number of its clients.
     """
-    return parse_card(read_text(path, "card"), str(path), path.parent)
+    return parse_card(read_text(path, "card"), path)
 
 
-def parse_card(text: str, where: str, folder: Path) -> Card:
-    """Return the card that a text in TOML states, checked as `read_card` does.
-
-    Args:
-        text: the card.
-        where: its name in errors.
-        folder: what the paths of its files are relative to.
-    """
+def parse_card(text: str, path: Path) -> Card:
+    """Return the card that a text in TOML states, checked as `read_card` does; `path` is the file that holds it."""
+    where = str(path)
     given = parse_toml(text, where)
-    _check_keys(given, where, _WANTED, _NEEDED["card"])
+    _check_keys(given, "", where, [*_NEEDED[""], *_NEEDED.get(str(given.get("kind")), ())])
+    for table in ("utility", "reported"):
+        if table in given:
+            _check_keys(given[table], table, f"{where}, [{table}]", _NEEDED[table])
     track, kind = given["track"], given["kind"]
-    try:
-        check_name("track", track, TRACKS)
-        check_name("kind of entry", kind, TEMPLATES)
-    except PrivlabError as error:
-        raise PrivlabError(f"{where}: {error}") from None
+    for name, known in (("track", TRACKS), ("kind", TEMPLATES)):
+        if given[name] not in known:
+            raise PrivlabError(f"{where}: {unknown_name(name, given[name], known)}")
     if given["version"] != VERSION:
         raise PrivlabError(
             f"{where} is an entry of version '{given['version']}', and this package has the tracks of '{VERSION}': "
             f"install the privlab that has them, or state version = '{VERSION}' and submit again."
         )
-    if kind == "defense" and (lacking := [name for name in _OF_DEFENSE if name not in given]):
-        raise PrivlabError(f"{where} does not state {lacking[0]}. A defense states {', '.join(_OF_DEFENSE)}.")
     if kind == "attack" and given.get("reconstructions") and len(given.get("against", ())) != 1:
         raise PrivlabError(f'{where}: reconstructions must be of one defense. Name its entry by against = ["NAME"].')
     if given.get("releases") and (kind, track) != ("defense", "gradients"):
@@ -167,30 +172,42 @@ def parse_card(text: str, where: str, folder: Path) -> Card:
         )
     if isinstance(given.get("epsilon"), str) and given["epsilon"] != "none":
         raise PrivlabError(f"{where}: epsilon must be a number or \"none\". Found '{given['epsilon']}'.")
-    given["against"] = tuple(given.get("against", ()))
     if "secret_bits" in given:
         given["secret_bits"] = float(given["secret_bits"])
-    for name, wanted in _TABLES.items():
-        if name in given:
-            _check_keys(given[name], f"{where}, [{name}]", wanted, _NEEDED[name])
-    card = Card(**given, text=text, folder=folder)
+    card = Card(**given, text=text, folder=path.parent)
     card.of.victim(card.victim_name)
     if card.kind == "defense" and card.parts == (AGGREGATION,):
         _check_clients(card)
     return card
 
 
-def _check_keys(
-    given: Mapping[str, Any], where: str, wanted: Mapping[str, tuple[type, ...]], needed: Sequence[str]
-) -> None:
+def _check_keys(given: Mapping[str, Any], table: str, where: str, needed: Sequence[str]) -> None:
+    types = _KEYS[table]
     for name, value in given.items():
-        if name not in wanted:
-            raise PrivlabError(f"{where}: {unknown_name('key of a card', name, wanted)}")
-        if not isinstance(value, wanted[name]) or isinstance(value, bool):
-            words = " or ".join(each.__name__ for each in wanted[name])
+        if name not in types:
+            raise PrivlabError(f"{where}: {unknown_name('key of a card', name, types)}")
+        if not isinstance(value, types[name]) or isinstance(value, bool):
+            words = " or ".join(each.__name__ for each in types[name])
             raise PrivlabError(f"{where}: {name} must be of type {words}. Found {value!r}.")
-    if lacking := [name for name in needed if not given.get(name)]:
+    if lacking := [name for name in needed if given.get(name) in (None, "")]:
         raise PrivlabError(f"{where} does not state {lacking[0]}. Give {', '.join(needed)}.")
+
+
+def _check_clients(card: Card) -> None:
+    """Raise PrivlabError if a card of secure aggregation names another track, or fewer than two clients."""
+    if card.track != AGGREGATES:
+        raise PrivlabError(
+            f"'{AGGREGATION}' needs clients that train, which the track '{card.track}' does not have. Enter it on the "
+            f"track '{AGGREGATES}'."
+        )
+    if {*card.parameters} != {"clients"}:
+        raise PrivlabError(
+            f"The card of '{card.name}' states {', '.join(card.parameters) or 'no parameter'}. '{AGGREGATION}' has "
+            "only the parameter clients."
+        )
+    K, most = card.parameters["clients"], len(photographs(BUNDLED))
+    fine = isinstance(K, int) and not isinstance(K, bool) and 2 <= K <= most
+    check_range(fine, "clients", f"a whole number in [2, {most}], the bundled photographs", repr(K))
 
 
 def instances(card: Card) -> list[Any]:
@@ -215,58 +232,27 @@ def instances(card: Card) -> list[Any]:
     return found
 
 
-def _check_clients(card: Card) -> None:
-    """Raise PrivlabError if a card of secure aggregation is of another track, or does not state K ≥ 2 clients."""
-    if card.track != AGGREGATES:
-        raise PrivlabError(
-            f"'{AGGREGATION}' needs clients that train, which the track '{card.track}' does not have. Enter it on the "
-            f"track '{AGGREGATES}'."
-        )
-    if {*card.parameters} != {"clients"}:
-        raise PrivlabError(
-            f"The card of '{card.name}' states {', '.join(card.parameters) or 'no parameter'}. '{AGGREGATION}' has "
-            "only the parameter clients."
-        )
-    K, most = card.parameters["clients"], len(photographs(BUNDLED))
-    fine = isinstance(K, int) and not isinstance(K, bool) and 2 <= K <= most
-    check_range(fine, "clients", f"a whole number in [2, {most}], the bundled photographs", repr(K))
-
-
 def _made(card: Card, name: str, kind: type[Any], own: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Return an instance whose fields have exactly the values that the card states."""
-    defaults = {each.name: each.default for each in fields(kind)}
+    where, defaults = f"The card of '{card.name}'", {each.name: each.default for each in fields(kind)}
     for key, value in own.items():
         if key not in defaults:
-            raise PrivlabError(
-                f"The card of '{card.name}' states {key}, which is not a parameter of '{name}'. It has "
-                f"{first(defaults)}."
-            )
+            raise PrivlabError(f"{where} states {key}, which is not a parameter of '{name}'. It has {first(defaults)}.")
         if _is_number(defaults[key]) and not _is_number(value):
-            raise PrivlabError(
-                f"The card of '{card.name}' says {key} = {value!r}. It must be a number, without quotes."
-            )
+            raise PrivlabError(f"{where} says {key} = {value!r}. It must be a number, without quotes.")
     made = kind(**own)
     for key, actual in asdict(made).items():
         if key not in own:
+            raise PrivlabError(f"{where} leaves out {key} of '{name}', which is {actual!r}. State it.")
+        if plain_data(actual) != own[key]:
             raise PrivlabError(
-                f"The card of '{card.name}' leaves out {key} of '{name}', which is {actual!r}. State it."
-            )
-        if not _same(actual, own[key]):
-            raise PrivlabError(
-                f"The card of '{card.name}' says {key} = {own[key]!r}, and '{name}' works with {actual!r}. "
-                "State what it works with."
+                f"{where} says {key} = {own[key]!r}, and '{name}' works with {actual!r}. State what it works with."
             )
     return made
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _same(actual: object, stated: object) -> bool:
-    if isinstance(actual, float) and isinstance(stated, int | float):
-        return math.isclose(actual, stated)
-    return actual == (tuple(stated) if isinstance(actual, tuple) and isinstance(stated, list) else stated)
 
 
 def write_template(kind: str, folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pandas as pd
 import torch
@@ -18,15 +18,17 @@ from torchvision.transforms.functional import to_tensor
 from privlab.base import PrivlabError, sha256_of
 from privlab.benchmark.cards import Card
 from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.measure import Measurement, as_kept, case_label, row_of
-from privlab.benchmark.tracks import Track, photographs
-from privlab.evaluation import CONTROL, applicable, as_read, attack_batch, victim_of
+from privlab.benchmark.measure import Measurement, as_kept, row_of
+from privlab.benchmark.tracks import BUNDLED, Track, photographs
+from privlab.evaluation import CONTROL, Record, applicable, attempt, score_images, victim_of
 from privlab.images import NamedImage, open_images
 from privlab.images.manifest import read_manifest
-from privlab.metrics import MIRRORED, score
+from privlab.metrics import MIRRORED
 from privlab.release import check_fit, observation, read_gradient_file
 from privlab.threat import Attack, Observation, check_capabilities
 from privlab.victims import Victim
+
+_CPU = torch.device("cpu")
 
 MANIFEST = "manifest.csv"
 """The file in a folder that names each file of it and the SHA-256 of the photograph that it is of."""
@@ -38,21 +40,23 @@ def reconstructions(card: Card, target: Card) -> pd.DataFrame:
     The folder holds images as large as the victim's input, and `manifest.csv` with the columns name and sha256.
     """
     folder = card.folder / card.reconstructions
-    case = target.of.cases[0]
-    spec = Measurement(target).specification(case, "c", target.of.attacks[:1])
-    base = victim_of(spec, torch.device("cpu"))
+    base = victim_of(Measurement(target).specification(target.of.cases[0], "c", target.of.attacks[:1]), _CPU)
     stated = {"defense": "+".join(target.parts), "attack": card.name, "external": card.paper}
-    rows = []
+    rows: list[Record] = []
     for name, private in _bundled(folder).items():
-        made, of_image = _image(folder / name, base.model.image_shape), photographs("bundled")[private.sha256]
-        own = row_of(target, case, of_image, private.sha256)
-        rows.append(own | stated | _scores(card.of, base, made, private))
+        made = _image(folder / name, base.model.image_shape)
+        rows.append(_row(target, private) | stated | _scores(card.of, base, made, private))
     return as_kept(pd.DataFrame(rows), card.of)
+
+
+def _row(card: Card, private: NamedImage) -> Record:
+    """Return what a record of a bundled photograph states, under the name that the track has for it."""
+    return row_of(card, photographs(BUNDLED)[private.sha256], private.sha256)
 
 
 def _bundled(folder: Path) -> dict[str, NamedImage]:
     """Return the bundled photographs by the names of their files in a folder, as its `manifest.csv` says."""
-    entries, names = read_manifest(folder / MANIFEST), photographs("bundled")
+    entries, names = read_manifest(folder / MANIFEST), photographs(BUNDLED)
     if wrong := [entry for entry in entries if entry.sha256 not in names]:
         raise PrivlabError(
             f"{folder / MANIFEST}, line {wrong[0].line}: '{wrong[0].name}' belongs to a photograph with SHA-256 "
@@ -64,14 +68,14 @@ def _bundled(folder: Path) -> dict[str, NamedImage]:
     return {entry.name: private[entry.sha256] for entry in entries}
 
 
-def _scores(of: Track, base: Victim, made: Tensor, private: NamedImage) -> dict[str, float]:
+def _scores(of: Track, base: Victim, made: Tensor, private: NamedImage) -> Record:
     """Return the scores of a reconstruction, c × h × w in [0, 1], also against the mirrored photograph."""
     assert private.pixels is not None  # bundled
-    plain = base.preprocessing(private.pixels)[None].to(made)
-    values = score(made[None], plain, list(of.metrics), {})
-    mirrored = score(made[None], plain.flip(3), [name for name in of.metrics if name in MIRRORED], {})
-    values |= {MIRRORED[name]: value for name, value in mirrored.items()}
-    return {name: value.item() for name, value in values.items()}
+    plain, names = base.preprocessing(private.pixels)[None].to(made), [name for name in of.metrics if name in MIRRORED]
+    scores = score_images(made[None], plain, of.metrics, {})
+    mirrored = score_images(made[None], plain.flip(3), names, {})
+    scores |= {MIRRORED[name]: mirrored[name] for name in names}
+    return {name: value for name, (value,) in scores.items()}
 
 
 def _image(path: Path, shape: tuple[int, ...]) -> Tensor:
@@ -97,7 +101,7 @@ def releases_sha256(card: Card) -> str:
 def measure_releases(card: Card, out: Path) -> pd.DataFrame:
     """Return the records of the track's attacks on recorded gradients, and those of the undefended release.
 
-    An attack is told nothing of the defense, so that none of those that know one runs. The folder of the card holds a
+    Attacks learn nothing of the defense, so that none of those that know one runs. The folder of the card holds a
     file of `privlab.capture` for each bundled photograph, of the track's victim, and `manifest.csv` with the columns
     name and sha256. `out` is the folder of the run directories of the undefended release.
     """
@@ -105,19 +109,17 @@ def measure_releases(card: Card, out: Path) -> pd.DataFrame:
     control = replace(defense_entries(card.track, ["undefended"])[0], victim=card.victim_name)
     undefended = Measurement(control, out=out)
     spec = replace(undefended.specification(case, "a", card.of.attacks), block="stock")
-    base = victim_of(spec, torch.device("cpu"))
+    base = victim_of(spec, _CPU)
     able = [cast(Attack, attack) for group in applicable(spec, base)[0] for attack in group.attacks]
     stated = {"defense": card.name, "defense_params": json.dumps(dict(card.parameters))}
-    rows = []
+    rows: list[Record] = []
     for name, private in _bundled(folder).items():
-        seen = _seen(folder / name, base)
-        own = row_of(card, case, photographs("bundled")[private.sha256], private.sha256) | stated
+        seen, own = _seen(folder / name, base), _row(card, private) | stated
         rows += [own | made for attack in able if (made := _attacked(attack, seen, private, card.of, base))]
     plain = undefended.records()
-    controls = plain.loc[plain.attack.str.startswith(CONTROL)].assign(setting="c", defense=card.name)
-    plain = plain.assign(case=case_label(case, "a"))
-    own = as_kept(pd.DataFrame(rows), card.of)
-    return pd.concat([plain, own, controls.assign(case=case.name)], ignore_index=True)
+    controls = plain.loc[plain.attack.str.startswith(CONTROL)]
+    controls = controls.assign(setting="c", defense=card.name, case=case.name)
+    return pd.concat([plain, as_kept(pd.DataFrame(rows), card.of), controls], ignore_index=True)
 
 
 def _seen(path: Path, base: Victim) -> Observation:
@@ -135,7 +137,7 @@ def _seen(path: Path, base: Victim) -> Observation:
     return observation(released, base.model)
 
 
-def _attacked(attack: Attack, seen: Observation, private: NamedImage, of: Track, base: Victim) -> dict[str, Any]:
+def _attacked(attack: Attack, seen: Observation, private: NamedImage, of: Track, base: Victim) -> Record:
     """Return what an attack makes of a release; nothing where the release lacks what it needs."""
     try:
         check_capabilities(attack, seen.grants)
@@ -143,8 +145,7 @@ def _attacked(attack: Attack, seen: Observation, private: NamedImage, of: Track,
         return {}
     if not {*attack.parameters} <= {"*", *seen.gradients}:
         return {}
-    try:
-        (image,) = attack_batch(attack, as_read(attack, seen)).images
-    except PrivlabError as error:
-        return {"attack": attack.name, "status": "failed", "reason": str(error)}
-    return {"attack": attack.name} | _scores(of, base, image, private)
+    found = attempt(attack, seen)
+    if found.reconstruction is None:
+        return {"attack": attack.name, "status": "failed", "reason": found.reason}
+    return {"attack": attack.name, **_scores(of, base, found.reconstruction.images[0], private)}

@@ -3,8 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import pandas as pd
 
@@ -12,14 +11,13 @@ from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.results import Result
-from privlab.benchmark.standing import with_tuples
-from privlab.benchmark.tracks import Track, photographs
+from privlab.benchmark.tracks import BUNDLED, Track, photographs
 from privlab.benchmark.weights import known_by as known_by_keys
-from privlab.evaluation import CONTROL, EXACT_DB
+from privlab.evaluation import EXACT_DB
 from privlab.metrics import DECIBELS
-from privlab.report.tables import Facts, Score, red_flags, sign_of
+from privlab.report.tables import Facts, red_flags, sign_of
 from privlab.report.tables.case_verdicts import WORDS, verdicts_of
-from privlab.report.tables.knowledge import declared_defenses, kinds_in, knows, undone
+from privlab.report.tables.knowledge import declared_defenses, knows
 from privlab.report.tables.leakage import measure
 from privlab.report.tables.per_image import WORST, Scored
 
@@ -42,57 +40,49 @@ _APART = 0.01
 """How far two scores of the same rows may be apart."""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """What the records of an entry say.
+class Worst(TypedDict):
+    """The mean over `images` of the worst case of each, with its interval; None is not known."""
+
+    mean: float | None
+    low: float | None
+    high: float | None
+    images: int
+
+
+class Judged(TypedDict):
+    """What the records of an entry say, as the field `judged` of a result file has it.
 
     `worst` is the worst case of each case by the track's first metric, and `leakiest` the case that leaks most, of
     which the score is. `known_by` are the attacks that ran there and know every part of the defense, `by` the attacks
     behind its worst case with the photographs of each, `median` and `worst_image` the hashes of two photographs there.
+    `knows` says of an attack that was run on a defense whether it knows it.
     """
 
-    known_by: tuple[str, ...]
-    worst: Mapping[str, Score]
+    known_by: list[str]
+    worst: dict[str, Worst]
     leakiest: str
-    by: Mapping[str, int]
+    by: dict[str, int]
     verdict: str
     why: str
-    flags: tuple[str, ...]
+    flags: list[str]
     images: int
-    median: str = ""
-    worst_image: str = ""
-
-    @property
-    def shown(self) -> Mapping[str, str]:
-        """Return the hashes of the two photographs, by what they are."""
-        return {"median": self.median, "worst": self.worst_image}
-
-    @property
-    def score(self) -> Score:
-        """Return the worst case of the leakiest case."""
-        return self.worst.get(self.leakiest, Score(math.nan))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON; a score of infinity is 100 dB, above which only rounding is measured."""
-        worst = {
-            name: {key: number(getattr(each, key)) for key in ("mean", "low", "high")} | {"images": each.images}
-            for name, each in self.worst.items()
-        }
-        return asdict(self) | {"known_by": list(self.known_by), "worst": worst, "flags": list(self.flags)}
-
-    @classmethod
-    def of_json(cls, given: Mapping[str, Any]) -> "Judged":
-        """Return what `as_json` gave."""
-        worst: dict[str, Score] = {}
-        for name, each in given["worst"].items():
-            numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in each.items()}
-            worst[name] = Score(**numbers)
-        return cls(**{**with_tuples(given), "worst": worst})
+    median: str
+    worst_image: str
+    knows: NotRequired[bool]
 
 
-def number(value: float) -> float | None:
-    """Return a score as JSON has it: None for NaN, and 100 dB for infinity, above which only rounding is measured."""
-    return None if math.isnan(value) else max(-EXACT_DB, min(EXACT_DB, value))
+def score_of(judged: Judged) -> Worst:
+    """Return the worst case of the leakiest case."""
+    return judged["worst"].get(judged["leakiest"], NOTHING)
+
+
+def shown_images(judged: Judged) -> dict[str, str]:
+    """Return the hashes of the two photographs that are shown, by what they are."""
+    return {"median": judged["median"], "worst": judged["worst_image"]}
+
+
+NOTHING: Worst = {"mean": None, "low": None, "high": None, "images": 0}
+"""A worst case that was not measured."""
 
 
 def highest(of: Track) -> float:
@@ -111,36 +101,36 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
         knowing: attacks that know every part of the defense, though a class is not installed here that would say so.
     """
     numbered, names = _numbered(records, of, hidden=False)
-    defended = _defended(names)
     scored, facts = Scored(numbered, of.metrics), Facts(numbered, names, of.metrics, knowing=knowing)
-    found = _worst(scored, names, of)
-    leakiest = _leakiest(found, of)
-    own = {name: numbered.loc[numbered.case == names.index(name)] for name in defended}
-    words = dict(zip(names, verdicts_of(facts), strict=True))
-    word = min((words[name] for name in defended), key=lambda each: WORDS.index(each.word))
-    best, middle = _extremes(scored, names.index(leakiest), of) if leakiest else ("", "")
-    reached = scored.reached.loc[scored.reached.metric == of.lead]
-    by = reached.loc[reached.case == names.index(leakiest)].attack.value_counts() if leakiest else pd.Series(dtype=int)
-    known = known_by(own[leakiest], knowing) if leakiest in own else frozenset[str]()
+    defended, images = _defended(names), numbered.groupby("case").image_sha256.nunique()
+    worst = _worst(scored, names, of)
+    leakiest = leakiest_of(worst, of)
+    case = names.index(leakiest) if leakiest else -1  # a number that no case has
+    verdicts = [verdict for verdict in verdicts_of(facts) if verdict.label in defended]
+    verdict = min(verdicts, key=lambda each: WORDS.index(each.word))
+    known_by = [name for name in facts.attacks(case) if facts.defenses[case] and facts.knows(name, case)]
+    reached = scored.reached.loc[(scored.reached.metric == of.lead) & (scored.reached.case == case)]
+    flags: list[str] = []
+    for flag in red_flags(facts):
+        head = ELSEWHERE if known_by and flag.head == NO_ADAPTIVE else flag.head
+        flags.append(f"{head}: {'; '.join(flag.items)}")
+    median, worst_image = _extremes(scored, case, of)
     return Judged(
-        known_by=tuple(sorted(known)),
-        worst=found,
+        known_by=sorted(known_by),
+        worst=worst,
         leakiest=leakiest,
-        by={str(name): int(count) for name, count in by.items()},
-        verdict=word.word,
-        why=str(word),
-        flags=tuple(
-            f"{ELSEWHERE if known and flag.head == NO_ADAPTIVE else flag.head}: {'; '.join(flag.items)}"
-            for flag in red_flags(facts)
-        ),
-        images=min((rows.image_sha256.nunique() for rows in own.values()), default=0),
-        median=middle,
-        worst_image=best,
+        by={str(name): int(count) for name, count in reached.attack.value_counts().items()},
+        verdict=verdict.word,
+        why=str(verdict),
+        flags=flags,
+        images=min(int(images[names.index(name)]) for name in defended),
+        median=median,
+        worst_image=worst_image,
     )
 
 
-def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> tuple[Mapping[str, Score], Score]:
-    """Return the worst case of each defended case, and that of the leakiest one, as `judge` has them.
+def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> dict[str, Worst]:
+    """Return the worst case of each defended case, as `judge` has them.
 
     Args:
         records: all rows of a defense; `case` has the names of its cases.
@@ -148,8 +138,7 @@ def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> tu
         hidden: whether the photographs of the hidden half count, and not the listed ones.
     """
     numbered, names = _numbered(records, of, hidden=hidden)
-    found = _worst(Scored(numbered, of.metrics), names, of)
-    return found, found.get(_leakiest(found, of), Score(math.nan))
+    return _worst(Scored(numbered, of.metrics), names, of)
 
 
 def _numbered(records: pd.DataFrame, of: Track, *, hidden: bool) -> tuple[pd.DataFrame, list[str]]:
@@ -167,40 +156,50 @@ def _defended(names: Sequence[str]) -> list[str]:
     return [name for name in names if not name.endswith(", undefended")] or [*names]
 
 
-def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, Score]:
-    """Return the worst case of each defended case by the lead metric."""
-    defended = _defended(names)
-    return {
-        names[case]: found.scores[of.lead]
-        for (case, attack, _), found in measure(scored.images, [of.lead], LEVEL)
-        if attack == WORST and names[case] in defended
-    }
+def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, Worst]:
+    """Return the worst case of each defended case by the lead metric; above 100 dB only rounding is measured."""
+    worst: dict[str, Worst] = {}
+    for (case, attack, _), found in measure(scored.images, [of.lead], LEVEL):
+        if attack == WORST and names[case] in _defended(names):
+            score = found.scores[of.lead]
+            mean, low, high = (
+                None if math.isnan(value) else min(value, highest(of)) for value in (score.mean, score.low, score.high)
+            )
+            worst[names[case]] = {"mean": mean, "low": low, "high": high, "images": score.images}
+    return worst
 
 
-def _leakiest(found: Mapping[str, Score], of: Track) -> str:
+def leakiest_of(worst: Mapping[str, Worst], of: Track) -> str:
     """Return the name of the case that leaks most; an empty one where no case has a score."""
-    sign = sign_of(of.lead)
-    return max((name for name in found if found[name].images), key=lambda n: sign * found[n].mean, default="")
+    means = {name: score["mean"] for name, score in worst.items() if score["mean"] is not None}
+    return max(means, key=lambda name: sign_of(of.lead) * means[name], default="")
 
 
-def conclude(card: Card, rows: pd.DataFrame) -> dict[str, Any]:
+def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:
+    """Return the bundled photographs with the median and the worst worst case; others may not be shown."""
+    images = scored.images
+    own = images.loc[(images.case == case) & (images.attack == WORST) & images.image.isin(photographs(BUNDLED))]
+    order = own.sort_values(of.lead, ascending=sign_of(of.lead) < 0, kind="stable").image.tolist()
+    return (order[len(order) // 2], order[0]) if order else ("", "")
+
+
+def conclude(card: Card, rows: pd.DataFrame) -> Judged | dict[str, Judged]:
     """Return what the rows of a result say, as its field `judged` has it: of a defense one, of an attack one by entry.
 
     The rows are as the result file has them, so that anybody who reads the file concludes the same.
     """
     if card.kind == "attack":
-        known = frozenset(card.against) if card.reconstructions else declared_defenses(card.parts[0])
-        found = {str(name): rows.loc[rows.entry == name].drop(columns="entry") for name in rows.entry.unique()}
-        parts = {each.name: each.parts for each in defense_entries(card.track, [*found])}
-        return {
-            name: judge(own, card.of).as_json() | {"knows": bool(card.reconstructions) or knows(known, parts[name], {})}
-            for name, own in found.items()
-        }
+        found: dict[str, Judged] = {}
+        for target in defense_entries(card.track, [str(name) for name in rows.entry.unique()]):
+            found[target.name] = judge(rows.loc[rows.entry == target.name].drop(columns="entry"), card.of)
+            by_class = knows(declared_defenses(card.parts[0]), target.parts, {})
+            found[target.name]["knows"] = bool(card.reconstructions) or by_class
+        return found
     judged = judge(rows, card.of)
     if card.track == "weights":  # written against keys, which declare no class
-        kept = tuple(flag for flag in judged.flags if not flag.startswith(NO_ADAPTIVE))
-        judged = replace(judged, known_by=(known_by_keys(card),), flags=kept)
-    return judged.as_json()
+        judged["known_by"] = [known_by_keys(card)]
+        judged["flags"] = [flag for flag in judged["flags"] if not flag.startswith(NO_ADAPTIVE)]
+    return judged
 
 
 def check_concluded(result: Result, found: Mapping[str, Any], names: Sequence[str] = (*OF_ROWS, *OF_CLASSES)) -> None:
@@ -211,54 +210,33 @@ def check_concluded(result: Result, found: Mapping[str, Any], names: Sequence[st
         found: what `conclude` gives of its rows.
         names: the parts of it that are compared.
     """
-    judged = result.data["judged"]
-    pairs = [(judged, found)] if "verdict" in found else [(judged.get(name, {}), own) for name, own in found.items()]
-    for said, own in pairs:
-        for name in (each for each in names if each in own):
-            if not _alike(*(_heads(of) if name == "flags" else of for of in (said.get(name), own[name]))):
+    for entry, judged in result.concluding(found).judged.items():
+        said, own = _with_heads(result.judged.get(entry, {})), _with_heads(judged)
+        for name in names:
+            if name in own and not _alike(said.get(name), own[name]):
                 raise PrivlabError(
                     f"{result.path} was edited, or is of another version: by its rows, {name} is "
                     f"{_short(own[name])}, and it says {_short(said.get(name))}. Submit the entry again."
                 )
 
 
-def _heads(flags: Any) -> Any:  # noqa: ANN401
-    """Return the heads of flags: after the colon some name every attack of the package, which later ones join."""
-    return [str(flag).partition(":")[0] for flag in flags] if isinstance(flags, list | tuple) else flags
+def _with_heads(judged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is concluded with the heads of flags: after the colon are attacks, which later ones join."""
+    flags = judged.get("flags")
+    heads = [str(flag).partition(":")[0] for flag in flags] if isinstance(flags, list) else flags
+    return {**judged, "flags": heads}
 
 
 def _alike(said: Any, found: Any) -> bool:  # noqa: ANN401
     """Return whether two parts of JSON are the same; numbers, which rounding changes, may be 0.01 apart."""
     if isinstance(found, Mapping):
-        return (
-            isinstance(said, Mapping) and said.keys() == found.keys() and all(_alike(said[k], found[k]) for k in found)
-        )
+        same = isinstance(said, Mapping) and said.keys() == found.keys()
+        return same and all(_alike(said[name], found[name]) for name in found)
     if isinstance(found, int | float) and isinstance(said, int | float):
         return abs(said - found) <= _APART
-    return said == (list(found) if isinstance(found, tuple) else found)
+    return said == found
 
 
 def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 100 else f"{text[:99]}…"
-
-
-def known_by(rows: pd.DataFrame, knowing: frozenset[str]) -> frozenset[str]:
-    """Return the attacks that ran on one case and know every part of its defense, or undo it by ordering patches.
-
-    `knowing` names attacks that do, whatever is installed here.
-    """
-    parts = frozenset("+".join(rows.defense.dropna().unique()).split("+")) - {"none", ""}
-    attacks = [str(name) for name in rows.attack[rows.status == "ok"].unique() if not str(name).startswith(CONTROL)]
-    kinds = kinds_in(rows, parts)
-    return frozenset(
-        name for name in attacks if parts and (name in knowing or knows(undone(name, rows, "in_place"), parts, kinds))
-    )
-
-
-def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:
-    """Return the bundled photographs with the worst and the median worst case; others may not be shown."""
-    images = scored.images
-    own = images.loc[(images.case == case) & (images.attack == WORST) & images.image.isin(photographs("bundled"))]
-    order = own.sort_values(of.lead, ascending=sign_of(of.lead) < 0, kind="stable").image.tolist()
-    return (order[0], order[len(order) // 2]) if order else ("", "")

@@ -12,14 +12,14 @@ import pandas as pd
 import torch
 
 from privlab.base import PrivlabError
-from privlab.benchmark.cards import Card, instances
-from privlab.benchmark.tracks import BUNDLED, Track, TrackCase, photographs, write_manifest
+from privlab.benchmark.cards import UNDEFENDED, Card, instances
+from privlab.benchmark.tracks import BUNDLED, Track, TrackCase, photographs
 from privlab.evaluation import CONTROL, SCHEMA, Specification, applicable, victim_of
-from privlab.grids import IN_PROCESS, Engine
-from privlab.images import open_images
+from privlab.grids import IN_PROCESS, Engine, specify
+from privlab.images import Data, open_images
 from privlab.metrics import MIRRORED
 from privlab.report.tables.knowledge import AGGREGATION, undefended_attack
-from privlab.runs import execute, specify
+from privlab.runs import execute
 
 KEPT = (
     *("case", "victim", "victim_params", "weights", "weights_sha256", "block", "release", "cut_layer", "defense"),
@@ -28,7 +28,6 @@ KEPT = (
     *("batch_images", "external", "schema", "privlab_version"),
 )
 """The columns of the records that a result keeps, besides those of metrics."""
-
 
 PUBLIC_LIMIT = 2000
 """The most photographs that an adversary of an entry has of its own."""
@@ -42,7 +41,7 @@ class Photographs:
     bundled ones. Those under attack are taken out of it.
     """
 
-    parts: tuple[str, ...] = ("bundled",)
+    parts: tuple[str, ...] = (BUNDLED,)
     folder: str | None = None
     weights: str = "auto"
     public: str | None = None
@@ -53,6 +52,27 @@ class Photographs:
             return None
         found = [each.sha256 for each in open_images(self.public, limit=PUBLIC_LIMIT).without_pixels()]
         return hashlib.sha256("/".join(found).encode()).hexdigest()
+
+    def chosen(self, part: str, wanted: Sequence[str]) -> Data:
+        """Return photographs of a part by their hashes, whatever their names are.
+
+        Raises:
+            PrivlabError: if one of them is not there.
+        """
+        if part != BUNDLED and self.folder is None:
+            raise PrivlabError(
+                f"The {part} photographs are not in the package. Give the folder of ImageNet's samples by "
+                "--images FOLDER."
+            )
+        name = "samples" if part == BUNDLED else str(self.folder)
+        source = open_images(name)
+        places = {image.sha256: place for place, image in enumerate(source.without_pixels())}
+        if lacking := [photographs(part)[each] for each in wanted if each not in places]:
+            raise PrivlabError(
+                f"'{name}' lacks {len(lacking)} of {len(wanted)} {part} photographs. The first is {lacking[0]}: give "
+                "the folder with the original files."
+            )
+        return source.choose([places[each] for each in wanted])
 
 
 def case_label(case: TrackCase, setting: str) -> str:
@@ -66,17 +86,16 @@ def as_kept(rows: pd.DataFrame, of: Track) -> pd.DataFrame:
     return rows.reindex(columns=[*KEPT, *of.metrics, *mirrored])
 
 
-def row_of(card: Card, case: TrackCase, image: str, sha256: str) -> dict[str, Any]:
-    """Return a record of a defense that no run made, without attack and scores.
+def row_of(card: Card, image: str, sha256: str) -> dict[str, Any]:
+    """Return a record of a defense that no run made, in the first case of its track, without attack and scores.
 
     Args:
         card: the entry's card.
-        case: the case of the track.
         image: the name of the image.
         sha256: the hash of the image.
     """
     return {
-        "case": case_label(case, "c"),
+        "case": card.of.cases[0].name,
         "victim": card.victim_name,
         "release": card.of.release,
         "setting": "c",
@@ -106,6 +125,11 @@ class Measurement:
     out: Path | None = None
     attacks: Sequence[Any] | None = None
     engine: Engine = IN_PROCESS
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Return the settings in which a case is measured: undefended, and under the defense if there is one."""
+        return ("a",) if self.card.parts == (UNDEFENDED,) else ("a", "c")
 
     def specification(self, case: TrackCase, setting: str, attacks: Sequence[Any]) -> Specification:
         """Return the specification of a case under the defense, or in setting "a" without; photographs come later.
@@ -180,16 +204,15 @@ class Measurement:
         found: list[pd.DataFrame] = []
         refused: PrivlabError | None = None
         for case in self.card.of.cases:
-            for setting in ("a",) if self.card.parts == ("none",) else ("a", "c"):
+            for setting in self.settings:
                 try:
-                    used = self.attacks_on(case, setting)
+                    spec = self._with_draws(case, setting)
                 except PrivlabError as error:
                     if self.attacks is None:
                         raise
                     refused = error
                     continue
-                spec = self._drawn(case, setting, used)
-                found += [self._named(case, setting, self._run(spec, part)) for part in self.how.parts]
+                found += [self._run(case, spec, part) for part in self.how.parts]
         if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
             raise refused
         return _scored(pd.concat(found, ignore_index=True), self.card.of)
@@ -202,14 +225,13 @@ class Measurement:
         """
         setting, draw = str(row["setting"]), int(row["draw"])
         (case,) = (each for each in self.card.of.cases if case_label(each, setting) == row["case"])
-        used = self.attacks_on(case, setting)
-        spec = self._drawn(case, setting, used)
+        spec = self._with_draws(case, setting)
         if draw or not all(self._directory(spec, name).exists() for name in _runs(spec, BUNDLED)):
-            alone = [each for each in used if _name(each) == row["attack"]]
+            alone = [each for each in spec.attacks or () if _name(each) == row["attack"]]
             spec = replace(self.specification(case, setting, alone), draw=draw)
-        self._run(spec, BUNDLED)
+        self._run(case, spec, BUNDLED)
         (name,) = (name for name, (_, counted) in _runs(spec, BUNDLED).items() if row["image_sha256"] in counted)
-        return self._directory(spec, name).absolute()
+        return self._directory(spec, name)
 
     def again(self, case: TrackCase, setting: str, draw: int, wanted: Sequence[str]) -> pd.DataFrame:
         """Return the records of one draw and a few bundled photographs, as one release had them; all attacks given run.
@@ -222,36 +244,33 @@ class Measurement:
         """
         used = self.attacks_on(case, setting) if self.attacks is None else self.attacks
         spec = replace(self.specification(case, setting, used), draw=draw)
-        return _scored(self._named(case, setting, self._run(spec, BUNDLED, wanted)), self.card.of)
+        return _scored(self._run(case, spec, BUNDLED, wanted), self.card.of)
 
-    def _drawn(self, case: TrackCase, setting: str, used: Sequence[Any]) -> Specification:
-        draws = self.card.draws if setting == "c" else 1
-        return replace(self.specification(case, setting, used), draws=draws)
-
-    def _named(self, case: TrackCase, setting: str, records: pd.DataFrame) -> pd.DataFrame:
-        """Return records with their case's name, and of secure aggregation, which they have as settings of clients."""
-        if setting == "c" and self.card.clients > 1:
-            records = records.assign(defense=AGGREGATION, defense_params=json.dumps(dict(self.card.parameters)))
-        return records.assign(case=case_label(case, setting))
+    def _with_draws(self, case: TrackCase, setting: str) -> Specification:
+        spec = self.specification(case, setting, self.attacks_on(case, setting))
+        return replace(spec, draws=self.card.draws if setting == "c" else 1)
 
     def _directory(self, spec: Specification, name: str) -> Path:
         """Return the directory of a run, by the hash of all that makes it."""
         assert self.out is not None
         text = json.dumps([spec.stated(), name], sort_keys=True, default=str)
-        return self.out / hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self.out.absolute() / hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _run(self, spec: Specification, part: str, wanted: Sequence[str] | None = None) -> pd.DataFrame:
-        names, found, written = photographs(part), [], self.out is not None
+    def _run(
+        self, case: TrackCase, spec: Specification, part: str, wanted: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        """Return the records of a part, or of some of its photographs, with the case and what its clients are."""
+        names, found, (setting,) = photographs(part), [], spec.settings
         for name, (attacked, counted) in _runs(spec, part, wanted).items():
+            whole = replace(spec, images=self.how.chosen(part, attacked))
             with tempfile.TemporaryDirectory() as temporary:
-                path = (Path(temporary) if self.out is None else self.out.absolute()) / f"{name}.csv"
-                source = write_manifest(part, self.how.folder, path, attacked)
-                whole = replace(spec, images=(source,), manifest=str(path))
-                directory = self._directory(spec, name) if written else Path(temporary, "run")
-                done = execute(whole, directory, strips=written and part == BUNDLED, engine=self.engine)
+                path = Path(temporary, "run") if self.out is None else self._directory(spec, name)
+                done = execute(whole, path, strips=self.out is not None and part == BUNDLED, engine=self.engine)
             found.append(done.records.loc[done.records.image_sha256.isin(counted)])
-        records = pd.concat(found, ignore_index=True)
-        return records.assign(image=[names[sha] for sha in records.image_sha256])
+        records = pd.concat(found, ignore_index=True).assign(case=case_label(case, setting))
+        if setting == "c" and self.card.clients > 1:  # secure aggregation is a setting of the clients
+            records = records.assign(defense=AGGREGATION, defense_params=json.dumps(dict(self.card.parameters)))
+        return records.assign(image=[names[sha256] for sha256 in records.image_sha256])
 
 
 def _name(attack: Any) -> str:  # noqa: ANN401

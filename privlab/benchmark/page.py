@@ -1,25 +1,22 @@
 """The page of the benchmark: tables, trade-offs, pictures and feeds, from result files alone."""
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from privlab.base import first, write_whole
-from privlab.benchmark.cards import Card
-from privlab.benchmark.judged import LEVEL, Judged, highest
+from privlab.benchmark.cards import UNDEFENDED, Card
+from privlab.benchmark.judged import LEVEL, Judged, highest, shown_images
 from privlab.benchmark.results import Result
 from privlab.benchmark.rule import FEW, standings
 from privlab.benchmark.standing import Standing
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
-from privlab.evaluation import CONTROL, EXACT_DB
+from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
 from privlab.images import data_uri
 from privlab.report.tables import load_results, sign_of
@@ -73,25 +70,29 @@ def _json(data: object) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def _render(template: str, **values: object) -> str:
+    """Return a template of this package with its values; in HTML, texts are escaped."""
+    text, html = (files("privlab.benchmark") / "templates" / template).read_text("utf-8"), template.endswith(".html")
+    environment = Environment(autoescape=html, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    return environment.from_string(text).render(values)
+
+
 def fragment(rows: Sequence[Standing]) -> str:
     """Return the tables of all tracks that have an entry, as a piece of HTML that needs nothing else."""
-    text = (files("privlab.benchmark") / "templates" / "table.html").read_text("utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    groups = [_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])]
-    holding = [row for row in rows if row.verdict == "holds" and row.identity and row.identity.above_control]
-    return environment.from_string(text).render(
-        groups=groups,
-        number=_number,
+    return _render(
+        "table.html",
+        groups=[_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])],
+        number=lambda value: "—" if value is None else f"{value:.2f}".replace("-", "−"),
         percent=lambda share: f"{100 * share:.0f}",
         first=first,
         count=_count(rows),
-        holding=holding,
+        holding=[row for row in rows if row.verdict == "holds" and row.identity and row.identity.above_control],
     )
 
 
 def _count(rows: Sequence[Standing]) -> dict[str, Any]:
     """Return how many different defenses are measured and known, whatever their parameters, track and entries."""
-    own = [(row, "+".join(parts)) for row in rows if row.result and (parts := row.result.card.parts) != ("none",)]
+    own = [(row, "+".join(parts)) for row in rows if row.result and (parts := row.result.card.parts) != (UNDEFENDED,)]
     measured = {name for row, name in own if row.worst_case is not None}
     known = {name for row, name in own if row.worst_case is not None and row.known_by}
     return {
@@ -104,12 +105,8 @@ def _count(rows: Sequence[Standing]) -> dict[str, Any]:
     }
 
 
-def _number(value: float | None) -> Markup | str:
-    return "—" if value is None else f"{value:.2f}".replace("-", "−")
-
-
 def _group(of: Track, rows: Sequence[Standing]) -> dict[str, Any]:
-    """Return the rows of a track as the template reads them, the commands that make them, and the trade-off.
+    """Return what the template reads of a track: the rows, their pictures and commands, and the trade-off.
 
     A point has a name, a place, and `shift`: how far its name is moved down so that names do not cover each other.
     """
@@ -124,34 +121,32 @@ def _group(of: Track, rows: Sequence[Standing]) -> dict[str, Any]:
         near = sum(abs(each["y"] - y) < 12 and abs(each["x"] - x) < 100 for each in points)
         place = {"x": round(x, 1), "y": round(y, 1), "shift": 4 + 11 * near}
         points.append(place | {"name": row.name, "dominated": row.dominated})
-    shown = [_shown(row) for row in rows]
-    commands = list(dict.fromkeys(line for row in shown for line in row["commands"]))
-    unit = of.unit.strip() or "share of the key"
-    return {"track": of, "rows": shown, "commands": commands, "points": points, "unit": unit, "low": low, "high": high}
-
-
-def _shown(row: Standing) -> dict[str, Any]:
-    """Return a row as the template reads it: with its pictures, its commands, and what its card alone states."""
-    assert row.result is not None
-    told = list(row.identity.commands) if row.identity else []
-    told[:1] = [table + _weights(row.result) for table in told[:1]]
-    return row.as_json() | {
-        "identity": row.identity,
-        "concluded": row.concluded,
-        "shown": pictures_of(row),
-        "commands": [*(line for each in (row.result, *row.entered) for line in _commands(each)), *told],
-        "stated_alone": row.result.card.stated_alone,
+    return {
+        "track": of,
+        "rows": rows,
+        "pictures": [(row, found) for row in rows if (found := pictures_of(row))],
+        "commands": list(dict.fromkeys(line for row in rows for line in _commands(row))),
+        "points": points,
+        "unit": of.unit.strip() or "share of the key",
+        "low": low,
+        "high": high,
     }
 
 
-def _commands(result: Result) -> Sequence[str]:
+def _commands(row: Standing) -> list[str]:
     """Return the commands that measure an entry on the same photographs, and that measure a part of it again."""
-    folder, stem, parts = "experiments/benchmark", result.path.stem, result.data["photographs"]
-    images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
-    public = " --public OWN" if result.data.get("public_sha256") else ""
-    weights = _weights(result)
-    submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}{public}{weights}"
-    return submit, f"privlab benchmark verify {folder}/results/{stem}.json{public}{weights}"
+    lines: list[str] = []
+    for result in _results(row):
+        card, file = (f"experiments/benchmark/{name}/{result.path.stem}" for name in ("cards", "results"))
+        parts, weights = result.data["photographs"], _weights(result)
+        images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
+        public = " --public OWN" if result.data.get("public_sha256") else ""
+        lines.append(f"privlab benchmark submit {card}.toml{images}{public}{weights}")
+        lines.append(f"privlab benchmark verify {file}.json{public}{weights}")
+    if row.identity is not None:
+        table, *identify = row.identity.commands
+        lines += [table + _weights(_results(row)[0]), *identify]
+    return lines
 
 
 def _weights(result: Result) -> str:
@@ -159,87 +154,31 @@ def _weights(result: Result) -> str:
     return " --weights FILE" if result.rows.weights.dropna().str.startswith("file:").any() else ""
 
 
+def _results(row: Standing) -> list[Result]:
+    """Return the result of an entry, and those of the attacks that entered."""
+    assert row.result is not None
+    return [row.result, *row.entered]
+
+
 def evaluation_record(row: Standing) -> dict[str, Any]:
     """Return an entry as a record of Every Eval Ever: one result for each case, with its confidence interval.
 
     Scores are continuous; the PSNR of an image that is given back exactly counts as 100 dB.
     """
-    assert row.result is not None
-    assert row.judged is not None
-    data, of, card = row.result.data, track(row.track), row.result.card
-    stamp = str(data["created"])
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "evaluation_id": f"{VERSION}-{row.track}/{row.victim}+{row.name}/{stamp}",
-        "evaluation_timestamp": stamp,
-        "retrieved_timestamp": stamp,
-        "source_metadata": {
-            "source_name": f"privlab benchmark, track {row.track} of {VERSION}",
-            "source_type": "evaluation_run",
-            "source_organization_name": "privlab",
-            "evaluator_relationship": "third_party",
-        },
-        "eval_library": {"name": "privlab", "version": str(data["versions"].get("privlab") or "unknown")},
-        "model_info": {
-            "name": f"{row.victim} under {row.name}",
-            "id": f"privlab/{row.victim}+{row.name}",
-            "additional_details": {
-                "paper": card.paper,
-                "parameters": str(dict(card.parameters)),
-                "weights_sha256": of.victim(row.victim).weights_sha256,
-                "verdict": row.verdict,
-                "unreliable": "; ".join(row.unreliable),
-                "known_by": ", ".join(row.known_by),
-                "result_sha256": data["signature"]["sha256"],
-                "model_availability": "open_weights",
-                "deployment_type": "self_deployed",
-            },
-        },
-        "evaluation_results": [_case(row, name) for name in row.judged.worst],
-    }
-
-
-def _case(row: Standing, name: str) -> dict[str, Any]:
-    assert row.judged is not None
-    of, score = track(row.track), row.judged.worst[name]
-    metric = KNOWN[of.lead]
-    most = EXACT_DB if of.lead == "psnr" else metric.range[1]
-    mean, low, high = (min(value, most) for value in (score.mean, score.low, score.high))
-    uncertainty: dict[str, Any] = {"num_samples": score.images}
-    if not math.isnan(low):  # one image has no interval
-        interval = {"lower": low, "upper": high, "confidence_level": LEVEL}
-        uncertainty["confidence_interval"] = interval | {"method": "Student's t over photographs"}
-    return {
-        "evaluation_name": f"{VERSION}/{row.track}: {name}, worst case by {of.lead}",
-        "source_data": {"dataset_name": ", ".join(row.photograph_parts) or "keys", "source_type": "other"},
-        "metric_config": {
-            "evaluation_description": f"{metric.source}; the leakiest attack of each photograph, mean over photographs",
-            "lower_is_better": sign_of(of.lead) > 0,
-            "score_type": "continuous",
-            "min_score": 0.0,
-            "max_score": most,
-        },
-        "score_details": {"score": mean, "uncertainty": uncertainty},
-    }
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A photograph of an entry, what an attack makes of it, and what the score of the row is of.
-
-    `what` is "median" or "worst". `score` is that of the picture; `whole` is that of the photograph in the table, which
-    the attacks `by` reach. `shown` says that the picture is theirs, and `own` that no other photograph stands in.
-    """
-
-    what: str
-    private: str
-    made: str
-    attack: str
-    score: float
-    whole: float
-    by: tuple[str, ...]
-    shown: bool
-    own: bool
+    of, result = track(row.track), _results(row)[0]
+    text = _render(
+        "every_eval_ever.jinja",
+        schema_version=SCHEMA_VERSION,
+        version=VERSION,
+        level=LEVEL,
+        row=row,
+        data=result.data,
+        parameters=dict(result.card.parameters),
+        track=of,
+        metric=KNOWN[of.lead],
+        most=min(highest(of), KNOWN[of.lead].range[1]),
+    )
+    return json.loads(text)
 
 
 def best_rows(records: pd.DataFrame, of: Track, case: str, image: str) -> pd.DataFrame:
@@ -272,8 +211,8 @@ def pictures(
         run: returns the run directory that shows what a row is of.
     """
     found: dict[str, dict[str, Any]] = {}
-    for what, image in judged.shown.items():
-        for row in best_rows(records, card.of, judged.leakiest, image).head(1).to_dict("records"):
+    for what, image in shown_images(judged).items():
+        for row in best_rows(records, card.of, judged["leakiest"], image).head(1).to_dict("records"):
             results = load_results(run(row))
             label = attack_label(row["attack"], row["geometry"])
             places = [place for each in ("private", label) if (place := results.picture(0, image, each))]
@@ -288,41 +227,34 @@ def pictures(
     return found
 
 
-def pictures_of(row: Standing) -> list[Picture]:
+def pictures_of(row: Standing) -> list[dict[str, Any]]:
     """Return the pictures of the median and the worst photograph of a row, from its result and those that entered.
 
     Of several pictures of a photograph the one that leaks most is taken. Where no result has one of it, the entry's own
-    picture stands in, of the photograph that was the median or the worst one before others entered.
+    picture stands in, of the photograph that was the median or the worst one before others entered (`own` is false).
+    `score` is that of the picture; `whole` is that of the photograph in the table, which the attacks `by` reach, and
+    `shown` says that the picture is theirs.
     """
-    assert row.result is not None
-    assert row.judged is not None
-    of, judged = track(row.track), row.judged
-    kept = [each for result in (row.result, *row.entered) for each in _kept(result, row.name)]
+    of, kept = track(row.track), list[dict[str, Any]]()
+    for result in _results(row):
+        theirs = result.data.get("pictures", {})
+        theirs = theirs.get(row.name, {}) if result.card.kind == "attack" else theirs
+        kept += [{"what": what, **each} for what, each in theirs.items()]
     if not kept:
         return []
-    own = [each.rows.loc[lambda rows: rows.entry == row.name].drop(columns="entry") for each in row.entered]
-    records = pd.concat([row.result.rows, *own], ignore_index=True)
-    found = []
-    for what, image in judged.shown.items():
+    records = pd.concat([result.rows_on(row.name) for result in _results(row)], ignore_index=True)
+    found: list[dict[str, Any]] = []
+    for what, image in shown_images(row.judged).items():
         ours = [each for each in kept if each["image"] == image]
         if not (able := ours or [each for each in kept if each["what"] == what]):
             continue
         best = max(able, key=lambda each: sign_of(of.lead) * float(each["score"]))
-        if (rows := best_rows(records, of, judged.leakiest, best["image"])).empty:
+        if (rows := best_rows(records, of, row.judged["leakiest"], best["image"])).empty:
             continue
         whole = min(float(rows[of.lead].iloc[0]), highest(of))
-        by = tuple(dict.fromkeys(map(attack_label, rows.attack, rows.geometry)))
-        score, attack = float(best["score"]), attack_label(best["attack"], best.get("geometry", "in_place"))
+        by = list(dict.fromkeys(map(attack_label, rows.attack, rows.geometry)))
+        score, attack = float(best["score"]), attack_label(best["attack"], best["geometry"])
         shown = attack in by and abs(min(score, highest(of)) - whole) <= _APART
-        found.append(Picture(what, best["private"], best["made"], attack, score, whole, by, shown, bool(ours)))
+        text = {"what": what, "attack": attack, "score": score, "whole": whole, "by": by}
+        found.append({**best, **text, "shown": shown, "own": bool(ours)})
     return found
-
-
-def _kept(result: Result, entry: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the pictures that a result holds of an entry, each with what it is of; older files name no photograph."""
-    pictures, judged = result.data.get("pictures", {}), result.data["judged"]
-    if result.card.kind == "attack":
-        pictures, judged = pictures.get(entry, {}), judged[entry]
-    images = {"median": judged.get("median", ""), "worst": judged.get("worst_image", "")}
-    for what, each in pictures.items():
-        yield {"image": images[what], "what": what, **each}

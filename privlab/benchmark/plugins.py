@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
-from privlab.admission.confinement import REFUSED, confined
 from privlab.base import PrivlabError, first, read_text
 from privlab.base.plugins import installed_plugins
 from privlab.benchmark.cards import Card
+from privlab.testing.confinement import REFUSED, confined
+from privlab.testing.defenses import error_line
 
 MODULE = "privlab_benchmark_entry"
 """The name under which the module of an entry is imported."""
 
-_FOOTER = "from privlab.admission.confinement import confine as _confine\n\n_confine(__name__)\n"
+_FOOTER = "from privlab.testing.confinement import confine as _confine\n\n_confine(__name__)\n"
 """What is added to the source of a plug-in, so that other processes that import it confine it too."""
 
 ALLOWED = frozenset(
@@ -46,7 +47,7 @@ REFUSED_PARTS = frozenset(
 def check_source(text: str, where: str) -> None:
     """Check that a source imports and names nothing that reads the clock, the network, files or other processes.
 
-    This reads the text; it is no sandbox. While an entry runs, `privlab.admission.confinement` watches it. Admission,
+    This reads the text; it is no sandbox. While an entry runs, `privlab.testing.confinement` watches it. Admission,
     which runs the entry twice, sees what changes by itself. `where` names the source in errors.
     """
     try:
@@ -106,10 +107,10 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
         invalidate_caches()
         try:
             point = f"[privlab.{card.kind}s]\n{card.parts[0]} = {MODULE}:{_class_name(card)}\n"
-            told = path / f"{MODULE}-1.dist-info"
-            told.mkdir()
-            (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1\n", "utf-8")
-            (told / "entry_points.txt").write_text(point, "utf-8")
+            metadata = path / f"{MODULE}-1.dist-info"
+            metadata.mkdir()
+            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1\n", "utf-8")
+            (metadata / "entry_points.txt").write_text(point, "utf-8")
             installed_plugins.cache_clear()
             yield
         finally:
@@ -127,8 +128,7 @@ def _class_name(card: Card) -> str:
     except Exception as error:
         if str(error).endswith(REFUSED):
             raise
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {what}.") from None
+        raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {error_line(error)}.") from None
     classes = {key: each for key, each in vars(module).items() if isinstance(each, type)}
     kinds = {each.name: key for key, each in classes.items() if isinstance(getattr(each, "name", None), str)}
     if card.parts[0] not in kinds:

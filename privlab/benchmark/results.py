@@ -8,16 +8,19 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from privlab.base import PrivlabError, read_text, write_whole
 from privlab.benchmark.cards import Card, parse_card
 from privlab.benchmark.tracks import TRACKS, VERSION, track
+
+if TYPE_CHECKING:
+    from privlab.benchmark.judged import Judged
 
 FORMAT = 1
 """The version of the format of result files."""
@@ -47,12 +50,26 @@ class Result:
     @cached_property
     def card(self) -> Card:
         """Return the card of the entry, read once."""
-        return parse_card(self.data["card"], f"{self.path}, its card", self.path.parent)
+        return parse_card(self.data["card"], self.path)
 
     @cached_property
     def rows(self) -> pd.DataFrame:
         """Return the records, read once: not to be written to."""
         return from_rows(self.data["rows"])
+
+    @property
+    def judged(self) -> "Mapping[str, Judged]":
+        """Return what the file concludes, by the entries of the defenses: its own, or those that its attack ran on."""
+        judged = self.data["judged"]
+        return judged if self.card.kind == "attack" else {self.card.name: judged}
+
+    def rows_on(self, entry: str) -> pd.DataFrame:
+        """Return the rows of a defense's entry."""
+        return self.rows if "entry" not in self.rows else self.rows[self.rows.entry == entry].drop(columns="entry")
+
+    def concluding(self, judged: Any) -> "Result":  # noqa: ANN401
+        """Return the file with another conclusion, in the form that its field `judged` has."""
+        return replace(self, data={**self.data, "judged": judged})
 
     @property
     def signer(self) -> str | None:

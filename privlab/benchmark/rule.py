@@ -6,20 +6,31 @@ defense in another one could only raise it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pandas as pd
 
 from privlab.benchmark.cards import Card
 from privlab.benchmark.entries import of_package
-from privlab.benchmark.judged import NO_ADAPTIVE, OF_ROWS, Judged, check_concluded, conclude, judge, number, worst_cases
+from privlab.benchmark.judged import (
+    NO_ADAPTIVE,
+    NOTHING,
+    OF_ROWS,
+    Judged,
+    Worst,
+    check_concluded,
+    conclude,
+    judge,
+    leakiest_of,
+    score_of,
+    worst_cases,
+)
 from privlab.benchmark.results import Result
-from privlab.benchmark.standing import PACKAGE, Standing, Told, concluded_rows, told_of_package
+from privlab.benchmark.standing import PACKAGE, Standing, concluded_rows, recognised_of_package
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES
 from privlab.evaluation import CONTROL
-from privlab.report.tables import Score
 
 UNRELIABLE = frozenset(
     {
@@ -47,29 +58,28 @@ def standings(results: Iterable[Result], *, again: bool = False) -> list[Standin
         PrivlabError: if a result from elsewhere has other scores than its rows.
     """
     given = [_as_its_rows_say(result) for result in results]
-    attacks = [result for result in given if result.card.kind == "attack"]
-    identity = told_of_package()
-    kept = {} if again else {(row.track, row.name): (row, judged) for row, judged in concluded_rows()}
-    rows = []
+    kept = {} if again else {(row.track, row.name): row for row in concluded_rows()}
+    rows: list[Standing] = []
     for result in given:
         card = result.card
         if card.kind == "attack":
             continue
-        entered = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
-        row, judged = kept.get((card.track, card.name), (None, {}))
-        if row is not None and _rests_on(row, [result, *entered]):
-            rows.append(replace(row, result=result, entered=entered, judged=Judged.of_json(judged)))
+        entered = [
+            each
+            for each in given
+            if each.card.kind == "attack" and each.card.track == card.track and card.name in each.judged
+        ]
+        row = kept.get((card.track, card.name))
+        if row is not None and row.external_by == _names(entered) and {result, *entered} <= {*of_package()}:
+            rows.append(replace(row, result=result, entered=entered))
         else:
-            rows.append(_standing(result, entered, identity))
+            rows.append(_standing(result, entered))
     ranked = rank(rows)
     return sorted(ranked, key=lambda row: (row.track, row.rank is None, row.rank or 0, row.worst_case or 0, row.name))
 
 
-def _rests_on(row: Standing, results: Sequence[Result]) -> bool:
-    """Return whether a kept row was concluded from these results, the entry's and those of the attacks that entered."""
-    known = of_package()
-    own = all(any(each is one for one in known) for each in results)
-    return own and row.external_by == tuple(each.card.name for each in results[1:])
+def _names(results: Sequence[Result]) -> tuple[str, ...]:
+    return tuple(result.card.name for result in results)
 
 
 def _as_its_rows_say(result: Result) -> Result:
@@ -83,72 +93,85 @@ def _as_its_rows_say(result: Result) -> Result:
     if not result.data["plugin"]:
         found = conclude(card, result.rows)
         check_concluded(result, found, OF_ROWS)
-        return replace(result, data={**result.data, "judged": found})
-    rows = result.rows.assign(entry=card.name) if card.kind == "defense" else result.rows
-    by_entry = {str(name): judge(own.drop(columns="entry"), card.of).as_json() for name, own in rows.groupby("entry")}
-    check_concluded(result, by_entry[card.name] if card.kind == "defense" else by_entry, OF_ROWS)
+        return result.concluding(found)
+    names = dict.fromkeys(result.rows.get("entry", [card.name]))
+    found = {str(name): judge(result.rows_on(str(name)), card.of) for name in names}
+    check_concluded(result, found if card.kind == "attack" else found[card.name], OF_ROWS)
     return result
 
 
-def _standing(result: Result, theirs: Sequence[Result], identity: Mapping[tuple[str, str], Told]) -> Standing:
-    card, of = result.card, result.card.of
-    own = Judged.of_json(result.data["judged"])
+def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
+    """Return the row of a defense by its own result and those of the attacks that entered."""
+    card, of, own = result.card, result.card.of, result.judged[result.card.name]
     whole, external, seen = own, None, 0
     if theirs:
-        more = [_rows_on(card.name, each) for each in theirs]
-        whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
-        external = worst_cases(pd.concat(more, ignore_index=True), of)[1].mean
-        seen = pd.concat(more).image_sha256.nunique()
-    listed = sum(len(photographs(part)) for part in of.photographs)
-    few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
-    knowing = [each for each in theirs if each.data["judged"][card.name].get("knows")]
-    if knowing and not own.known_by and not few:  # the score rests on those that entered
-        covered = max(each.rows.loc[each.rows.entry == card.name, "image_sha256"].nunique() for each in knowing)
-        few = [f"{FEW}: {covered} of {listed} by an attack that knows the defense"] if covered < listed else []
-    flags = [flag for flag in whole.flags if flag.partition(":")[0] in UNRELIABLE]
+        more = pd.concat([_rows_on(card.name, each) for each in theirs], ignore_index=True)
+        records = pd.concat([result.rows, more], ignore_index=True)
+        whole = _judged_anew(own, records, card, theirs)
+        worst = worst_cases(more, of)
+        external = worst.get(leakiest_of(worst, of), NOTHING)["mean"]
+        seen = more.image_sha256.nunique()
+    flags = [flag for flag in whole["flags"] if flag.partition(":")[0] in UNRELIABLE]
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
-    if whole.verdict == "no evidence":
-        flags.append(whole.why)
-    half, hidden = _halves(result.rows, of, own.leakiest)
-    if hidden.low > half.high:  # beyond both intervals; NaN compares as no difference
-        theirs_leak = f"{hidden.mean:.1f} [{hidden.low:.1f}, {hidden.high:.1f}]"
-        flags.append(f"{HIDDEN}: {theirs_leak}, the listed one {half.mean:.1f}")
-    score, utility = whole.score, ""
+    if whole["verdict"] == "no evidence":
+        flags.append(whole["why"])
+    listed, hidden = _halves(result.rows, of, own["leakiest"])
+    low, high = hidden["low"], listed["high"]
+    if low is not None and high is not None and low > high:  # beyond both intervals
+        unlisted = f"{hidden['mean']:.1f} [{low:.1f}, {hidden['high']:.1f}]"
+        flags.append(f"{HIDDEN}: {unlisted}, the listed one {listed['mean']:.1f}")
+    listed_photographs = sum(len(photographs(part)) for part in of.photographs)
+    knowing, few = _knowing(theirs, card), ""
+    if whole["images"] < listed_photographs:
+        few = f"{whole['images']} of {listed_photographs}"
+    elif knowing and not own["known_by"]:  # the score rests on those that entered
+        covered = max(each.rows_on(card.name).image_sha256.nunique() for each in knowing)
+        if covered < listed_photographs:
+            few = f"{covered} of {listed_photographs} by an attack that knows the defense"
+    flags += [f"{FEW}: {few}"] if few else []
+    utility = ""
     if stated := card.utility:
         value = f"{stated['value']:g}" if "value" in stated else "—"
         utility = f"{stated['measure']}: {value} ({stated['how']})"
+    score, identity = score_of(whole), None
+    if result.path.is_relative_to(PACKAGE):
+        identity = recognised_of_package().get((card.track, card.name))
     return Standing(
         track=card.track,
         name=card.name,
         paper=card.paper,
         victim=card.victim_name,
-        known_by=whole.known_by,
-        worst_case=number(score.mean),
-        interval=(number(score.low), number(score.high)),
-        ours=number(own.score.mean),
-        external=None if external is None else number(external),
-        external_by=tuple(each.card.name for each in theirs),
+        known_by=tuple(whole["known_by"]),
+        worst_case=score["mean"],
+        interval=(score["low"], score["high"]),
+        ours=score_of(own)["mean"],
+        external=external,
+        external_by=_names(theirs),
         external_photographs=seen,
         reported=card.reported.get("claim", ""),
-        verdict=whole.verdict,
-        why=whole.why,
-        unreliable=tuple(dict.fromkeys([*flags, *few])),
+        verdict=whole["verdict"],
+        why=whole["why"],
+        unreliable=tuple(dict.fromkeys(flags)),
         utility=utility,
         measured_utility=result.data.get("utility"),
         epsilon=str(card.epsilon),
         secret_bits=card.secret_bits,
-        photographs=whole.images,
+        photographs=whole["images"],
         draws=int(result.data.get("draws", 1)),
         signer=result.signer,
         photograph_parts=tuple(result.data["photographs"]),
-        identity=identity.get((card.track, card.name)) if result.path.is_relative_to(PACKAGE) else None,
-        listed_half=number(half.mean),
-        hidden_half=number(hidden.mean),
-        by=whole.by,
+        identity=identity,
+        listed_half=listed["mean"],
+        hidden_half=hidden["mean"],
+        judged=whole,
         result=result,
         entered=theirs,
-        judged=whole,
     )
+
+
+def _knowing(attacks: Sequence[Result], card: Card) -> list[Result]:
+    """Return those of the attacks that know a defense, as their files say."""
+    return [each for each in attacks if each.judged[card.name].get("knows")]
 
 
 def _rows_on(name: str, attack: Result) -> pd.DataFrame:
@@ -156,36 +179,32 @@ def _rows_on(name: str, attack: Result) -> pd.DataFrame:
 
     Controls of an adversary with images of its own get its name. Under one name the mean of several controls counts.
     """
-    rows = attack.rows.loc[attack.rows.entry == name].drop(columns="entry")
+    rows = attack.rows_on(name)
     if not attack.data.get("public_sha256"):
         return rows
     control = rows.attack.str.startswith(CONTROL)
     return rows.assign(attack=rows.attack.mask(control, rows.attack + f" of {attack.card.name}"))
 
 
-def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Score, Score]:
-    """Return the worst case of the listed photographs and of the hidden ones, in one case, over the track's attacks.
-
-    Both are NaN where no hidden photograph was attacked.
-    """
+def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Worst, Worst]:
+    """Return the worst case of the listed photographs and of the hidden ones, in one case, over the track's attacks."""
     if not rows.image_sha256.isin(photographs("hidden")).any():
-        return Score(math.nan), Score(math.nan)
-    listed, unlisted = (worst_cases(rows, of, hidden=half)[0].get(case, Score(math.nan)) for half in (False, True))
-    return listed, unlisted
+        return NOTHING, NOTHING
+    listed, hidden = (worst_cases(rows, of, hidden=half).get(case, NOTHING) for half in (False, True))
+    return listed, hidden
 
 
-def _judged_anew(own: Judged, records: pd.DataFrame, of: Track, card: Card, theirs: Sequence[Result]) -> Judged:
-    """Judge a defense by the rows of all attacks; which one knows it, the files say of classes that are not here."""
-    knowing = {name for each in theirs if each.data["judged"][card.name].get("knows") for name in _attacks_of(each)}
+def _judged_anew(own: Judged, records: pd.DataFrame, card: Card, theirs: Sequence[Result]) -> Judged:
+    """Judge a defense by the rows of all attacks; which one knows it, the files say of classes that are not here.
+
+    Undefended rows of an attack may be of its counterpart, which does not know the defense.
+    """
+    knowing: set[str] = set()
+    for each in _knowing(theirs, card):
+        knowing.update(each.rows.attack[each.rows.setting != "a"])
     if not {*card.parts} <= DEFENSES.keys():
-        knowing |= {*own.known_by}
-    return judge(records, of, frozenset(knowing))
-
-
-def _attacks_of(result: Result) -> set[str]:
-    """Return the names by which the rows of a result have its attack; undefended ones may be of its counterpart."""
-    names = result.rows.attack[result.rows.setting != "a"].unique()
-    return {name for name in names if not name.startswith(CONTROL)}
+        knowing.update(own["known_by"])
+    return judge(records, card.of, frozenset(name for name in knowing if not name.startswith(CONTROL)))
 
 
 def rank(rows: Sequence[Standing]) -> list[Standing]:

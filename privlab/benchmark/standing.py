@@ -8,7 +8,7 @@ import hashlib
 import json
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -25,11 +25,11 @@ CONCLUDED = PACKAGE / "concluded" / "standing.json"
 """The file with the rows of these entries, which `.ci/conclude_entries.py` writes."""
 
 IDENTITY = PACKAGE / "concluded" / "identity.json"
-"""The file that says how often the photographs of these entries are told, which the same script writes."""
+"""The file that says how often the photographs of these entries are recognised, which the same script writes."""
 
 
 @dataclass(frozen=True)
-class Told:
+class Recognised:
     """How often an adversary names the photograph of an entry among candidates, by the best of what was compared.
 
     `rate` is the rank-1 rate among `among` candidates, and `low` and `high` its 95 % interval of Clopper and Pearson,
@@ -60,8 +60,8 @@ class Standing:
 
     `identity` says how often the photograph is named among candidates, for entries of this package where that was
     measured. `listed_half` and `hidden_half` are the scores of the track's attacks on the photographs that it lists and
-    on the hidden ones, where both were attacked; the score is that of the listed ones. `by` counts the photographs of
-    each attack behind the worst case. `result` is the entry's, and `entered` are those of the attacks that were added.
+    on the hidden ones, where both were attacked; the score is that of the listed ones. `judged` is what the rows of all
+    attacks say; `result` is the entry's, and `entered` are those of the attacks that were added.
     """
 
     track: str
@@ -86,41 +86,32 @@ class Standing:
     photographs: int
     draws: int
     signer: str | None
+    judged: "Judged" = field(repr=False, compare=False)
     photograph_parts: tuple[str, ...] = ()
-    identity: Told | None = None
+    identity: Recognised | None = None
     listed_half: float | None = None
     hidden_half: float | None = None
     rank: int | None = None
     dominated: bool = False
-    by: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     result: "Result | None" = field(default=None, repr=False, compare=False)
     entered: "Sequence[Result]" = field(default=(), repr=False, compare=False)
-    judged: "Judged | None" = field(default=None, repr=False, compare=False)
 
     @property
     def concluded(self) -> str:
-        """Return the verdict, and where it holds in how many cases the photograph is told among candidates."""
+        """Return the verdict, and where it holds in how many cases the photograph is recognised among candidates."""
         if self.verdict != "holds" or self.identity is None or not self.identity.above_control:
             return self.verdict
-        return f"{self.verdict}, the photograph is told in {100 * self.identity.rate:.0f} %"
+        return f"{self.verdict}, the photograph is recognised in {100 * self.identity.rate:.0f} %"
 
     @property
     def best_known_by(self) -> str | None:
         """Return the attack that knows the defense and leaks most of the most photographs; None without any."""
-        return max(self.known_by, key=lambda name: self.by.get(name, 0), default=None)
+        return max(self.known_by, key=lambda name: self.judged["by"].get(name, 0), default=None)
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as JSON."""
-        row = asdict(replace(self, by={}, result=None, entered=(), judged=None))
-        return {each.name: row[each.name] for each in fields(self) if each.compare}
-
-    @classmethod
-    def of_json(cls, given: Mapping[str, Any]) -> "Standing":
-        """Return what `as_json` gave, after it was written to a file."""
-        row = with_tuples(given)
-        if row["identity"] is not None:
-            row["identity"] = Told(**with_tuples(row["identity"]))
-        return cls(**row)
+        row = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        return row | {"identity": None if self.identity is None else asdict(self.identity)}
 
 
 def with_tuples(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,16 +141,19 @@ def evidence() -> str:
 
 
 @cache
-def concluded_rows() -> tuple[tuple[Standing, Mapping[str, Any]], ...]:
-    """Return the kept rows of this package's entries with what `judge` says of each; none if any file was edited."""
+def concluded_rows() -> tuple[Standing, ...]:
+    """Return the kept rows of this package's entries; none if any file was edited."""
     try:
         kept = json.loads(CONCLUDED.read_text("utf-8"))
-        rows = kept["rows"]
-        if kept["sha256"] != hash_of(rows) or kept["evidence"] != evidence():
+        if kept["sha256"] != hash_of(kept["rows"]) or kept["evidence"] != evidence():
             return ()
     except (OSError, ValueError, KeyError, TypeError):
         return ()
-    return tuple((replace(Standing.of_json(row), by=judged["by"]), judged) for row, judged in rows)
+    rows: list[Standing] = []
+    for row, judged in kept["rows"]:
+        identity = row["identity"] and Recognised(**with_tuples(row["identity"]))
+        rows.append(Standing(**with_tuples(row) | {"identity": identity, "judged": judged}))
+    return tuple(rows)
 
 
 def hash_of(rows: Sequence[Any]) -> str:
@@ -168,10 +162,10 @@ def hash_of(rows: Sequence[Any]) -> str:
 
 
 @cache
-def told_of_package() -> Mapping[tuple[str, str], Told]:
-    """Return how often the photographs of this package's entries are told, by track and name."""
+def recognised_of_package() -> Mapping[tuple[str, str], Recognised]:
+    """Return how often the photographs of this package's entries are recognised, by track and name."""
     rows = json.loads(IDENTITY.read_text("utf-8"))
-    return {(row.pop("track"), row.pop("name")): Told(**with_tuples(row)) for row in rows}
+    return {(row.pop("track"), row.pop("name")): Recognised(**with_tuples(row)) for row in rows}
 
 
 def listed(folders: Sequence[Path] = ()) -> list[Standing]:
@@ -184,7 +178,7 @@ def listed(folders: Sequence[Path] = ()) -> list[Standing]:
         PrivlabError: as `entries` and `standings`.
     """
     if not folders and (kept := concluded_rows()):
-        return [row for row, _ in kept]
+        return [*kept]
     from privlab.benchmark.entries import entries  # these import torch
     from privlab.benchmark.rule import standings
 

@@ -1,6 +1,5 @@
 """A submission: an entry is checked, measured on its track, judged, and written as a result file."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,26 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from privlab.admission import Check, admit_attack
-from privlab.admission.admit import admit, case_of, photographs
-from privlab.admission.claims import TwoClients, apart
-from privlab.admission.confinement import REFUSED
-from privlab.base import PrivlabError, collect_warnings, draw_for, options_of, versions
-from privlab.benchmark.cards import Card, instances
-from privlab.benchmark.entries import defense_entries, entries
+from privlab.base import PrivlabError, collect_warnings, draw_for, versions
+from privlab.benchmark.cards import UNDEFENDED, Card, instances
+from privlab.benchmark.entries import defense_entries, of_package
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
-from privlab.benchmark.judged import Judged, conclude, judge
-from privlab.benchmark.measure import Measurement, Photographs
+from privlab.benchmark.judged import conclude, judge
+from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
 from privlab.benchmark.page import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.defenses import DEFENSES
-from privlab.evaluation import Specification, victim_of
+from privlab.evaluation import Specification, public_images, victim_of
 from privlab.grids import IN_PROCESS, Engine
-from privlab.images import open_images
 from privlab.release import observe, observe_updates, predictions, released_parameters, send
 from privlab.report.tables.knowledge import declared_defenses, knows
+from privlab.testing import Check, check_attack, check_defense
+from privlab.testing.claims import largest_difference
+from privlab.testing.confinement import REFUSED
+from privlab.testing.defenses import case_of, photographs
 from privlab.threat import ClientData, Draws, Stack, defense_declarations
 from privlab.victims import VictimModel, victim
 
@@ -118,9 +116,9 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
     own_victim = card.of.victim(card.victim_name)
     for part in instances(card):
         if card.kind == "attack":
-            own = admit_attack(part.name, options_of(part))
+            own = check_attack(part)
         else:
-            own = admit(part, victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model)
+            own = check_defense(part, victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model)
         for check in own:
             if not check.passed and check.name in REFUSING:
                 raise PrivlabError(
@@ -148,32 +146,31 @@ def fidelity(spec: Specification, defense: Sequence[Any]) -> float:
     not disturbed, 0 that it learns nothing from the release. Neither is the accuracy of a model that was trained under
     the defense, which the card states.
     """
-    base = victim_of(spec, torch.device("cpu"))
-    shown = [image for image in open_images("samples") if image.pixels]
-    images = torch.stack([base.preprocessing(image.pixels) for image in shown if image.pixels]).to(base.model.mean)
-    draws = [draw_for(spec.seed, image.sha256, "fidelity") for image in shown]
+    base, stack = victim_of(spec, torch.device("cpu")), Stack(tuple(defense))
+    model, shown = base.model, public_images(("samples",), PUBLIC_LIMIT, base.preprocessing, torch.device("cpu"))
+    images = torch.stack([*shown.values()]).to(model.mean)
+    draws = [draw_for(spec.seed, sha256, "fidelity") for sha256 in shown]
     with torch.no_grad():
-        labels = base.model(images).argmax(1)
+        labels = model(images).argmax(1)
 
     def key() -> torch.Generator:
         return draw_for(spec.seed, "model", "fidelity")
 
+    if spec.features_released:
+        feed = stack.feed(images, model.patch, draws, key=key())
+        of_batch = Draws(draws, draw_for(spec.seed, "batch", "fidelity"), key())
+        sent = send(model, feed, stack, of_batch, spec.cut_layer)
+        kept = predictions(model, sent, spec.cut_layer).argmax(1) == labels
+        return round(float(kept.double().mean()), 4)
+
     def released(stack: Stack) -> Mapping[str, Tensor]:
         if (client := spec.local_training) is not None:
             clients = [ClientData(*each) for each in zip(images.split(1), labels.split(1), draws, strict=True)]
-            return observe_updates(base.model, client, clients, None, stack.parts).gradients
-        feed = stack.feed(images, base.model.patch, draws, key=key())
-        names = sorted(released_parameters(base.model))
-        return observe(base.model, feed, labels, names, stack.parts, draws).gradients
+            return observe_updates(model, client, clients, None, stack.parts).gradients
+        feed = stack.feed(images, model.patch, draws, key=key())
+        return observe(model, feed, labels, sorted(released_parameters(model)), stack.parts, draws).gradients
 
-    stack = Stack(tuple(defense))
-    if spec.features_released:
-        feed = stack.feed(images, base.model.patch, draws, key=key())
-        of_batch = Draws(draws, draw_for(spec.seed, "batch", "fidelity"), key())
-        sent = send(base.model, feed, stack, of_batch, spec.cut_layer)
-        kept = predictions(base.model, sent, spec.cut_layer).argmax(1) == labels
-        return round(float(kept.double().mean()), 4)
-    plain, defended = released(Stack(())), released(stack)
+    plain, defended = (released(each) for each in (Stack(()), stack))
     names = sorted(plain, key=lambda name: name not in defended)  # those that are withheld come last, as zeros
     whole = torch.cat([plain[name].flatten(1).double() for name in names], 1)
     seen = torch.cat([defended.get(name, torch.zeros_like(plain[name])).flatten(1).double() for name in names], 1)
@@ -192,7 +189,7 @@ def _concluded(card: Card, records: pd.DataFrame) -> dict[str, Any]:
 def _of_defense(own: Measurement) -> dict[str, Any]:
     records = own.records()
     found = _concluded(own.card, records)
-    shown = pictures(own.card, Judged.of_json(found["judged"]), records, own.run_with_pictures)
+    shown = pictures(own.card, found["judged"], records, own.run_with_pictures)
     return found | {"utility": worth_of(own.card, own.how), "draws": own.card.draws, "pictures": shown}
 
 
@@ -212,8 +209,6 @@ def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: 
         target = defense_entries(card.track, card.against)[0]
         return _concluded(card, reconstructions(card, target).assign(entry=target.name))
     (attack,) = instances(card)
-    defenses = [each for each in entries() if (each.card.kind, each.card.track) == ("defense", card.track)]
-    before = {each.card.name: [each.rows] for each in defenses}
     rows: list[pd.DataFrame] = []
     shown: dict[str, Any] = {}
     for target in _targets(card, attack):
@@ -221,7 +216,8 @@ def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: 
         on_target = Measurement(target, how, folder, [attack], engine)
         own = on_target.records()
         rows.append(own.assign(entry=target.name))
-        joined = judge(pd.concat([*before.get(target.name, []), own]), card.of)
+        before = [each.rows for each in of_package() if (each.card.track, each.card.name) == (card.track, target.name)]
+        joined = judge(pd.concat([*before, own]), card.of)
         shown[target.name] = pictures(target, joined, own, on_target.run_with_pictures)
     return _concluded(card, pd.concat(rows, ignore_index=True)) | {"pictures": shown}
 
@@ -231,7 +227,8 @@ def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
     if card.against:
         return defense_entries(card.track, card.against)
     known = declared_defenses(attack.name)
-    found = [each for each in defense_entries(card.track) if each.parts != ("none",) and knows(known, each.parts, {})]
+    defended = [each for each in defense_entries(card.track) if each.parts != (UNDEFENDED,)]
+    found = [each for each in defended if knows(known, each.parts, {})]
     if not found:
         raise PrivlabError(
             f"Attack '{card.name}' knows no defense of the track '{card.track}'. Name one by against = [\"NAME\"]."
@@ -311,7 +308,6 @@ def _check_epsilon(where: str, epsilon: float, parts: Sequence[Any], model: Vict
 
 def draws_nothing(part: Any, model: VictimModel) -> bool:  # noqa: ANN401
     """Return whether a defense releases the same of the same images for two different draws, in a victim's shapes."""
-    subject = TwoClients(copy.deepcopy(model).double(), photographs(model).double())
-    case: Any = case_of(part, subject)
-    first, second = (case.tensors(case.run(case.inputs(), case.subject.draws(number))) for number in (0, 1))
-    return apart(first, second) == 0
+    case: Any = case_of(part, model, photographs(model))
+    first, second = (case.tensors(case.run(case.inputs(), case.draws(number))) for number in (0, 1))
+    return largest_difference(first, second) == 0

@@ -2,16 +2,13 @@
 
 import csv
 import hashlib
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from privlab import images
-from privlab.base import PrivlabError, check_name, parse_toml, write_whole
+from privlab.base import check_name, parse_toml
 from privlab.benchmark.standing import with_tuples
 
 VERSION = "privlab/1"
@@ -116,30 +113,3 @@ def photographs(part: str) -> Mapping[str, str]:
     """
     rows = csv.DictReader(_text(f"{part}.csv").splitlines())
     return {row["sha256"]: row.get("name") or f"hidden-{row['sha256'][:12]}" for row in rows}
-
-
-def write_manifest(part: str, folder: str | None, path: Path, wanted: Sequence[str] | None = None) -> str:
-    """Write a manifest that chooses a part's photographs, by their hashes alone, and return the name of their source.
-
-    Args:
-        part: as in `photographs`.
-        folder: where the photographs lie that are not bundled; their names there do not matter.
-        path: the file to write.
-        wanted: the hashes of those to choose, in their order; None for the whole part.
-    """
-    hashes = list(photographs(part)) if wanted is None else list(wanted)
-    if part != BUNDLED and folder is None:
-        raise PrivlabError(
-            f"The {part} photographs are not in the package. Give the folder of ImageNet's samples by --images FOLDER."
-        )
-    source = "samples" if part == BUNDLED else str(folder)
-    names = {each.sha256: each.name for each in images.open_images(source).without_pixels()}
-    if lacking := [photographs(part)[each] for each in hashes if each not in names]:
-        raise PrivlabError(
-            f"'{source}' lacks {len(lacking)} of {len(hashes)} {part} photographs. The first is {lacking[0]}: give the "
-            "folder with the original files."
-        )
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("name", "sha256"), *((names[each], each) for each in hashes)])
-    write_whole(path, lambda draft: draft.write_text(text.getvalue(), "utf-8"))
-    return source

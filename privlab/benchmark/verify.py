@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +15,7 @@ from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, read_result
 from privlab.benchmark.submit import checks_of, worth_of
-from privlab.benchmark.tracks import TrackCase, photographs
+from privlab.benchmark.tracks import BUNDLED, TrackCase, photographs
 from privlab.benchmark.weights import measure_keys
 from privlab.evaluation import CONTROL
 from privlab.report.tables import sign_of
@@ -68,45 +68,42 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | 
     card, source = result.card, result.data["plugin"]
     if source is not None:
         check_source(source, f"{path}, its plug-in")
+    how = Photographs(weights=weights, public=public)
     with installed(card, source), collect_warnings([]):
         check_concluded(result, conclude(card, result.rows))
-        _check_told(result, card, weights)
+        _check_stated(result, card, how)
         if card.track == "weights":
             return _compared(result, measure_keys(card).assign(draw=0), result.rows.assign(draw=0), card)
         if card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
             raise PrivlabError(f"{path}: {what} cannot be measured again. The signature and the versions are right.")
-        how = Photographs(weights=weights, public=public)
         _check_public(result, how)
         again = _measured_again(result, card, images, how)
     return _compared(result, again, result.rows, card)
 
 
-def _check_told(result: Result, card: Card, weights: str) -> None:
+def _check_stated(result: Result, card: Card, how: Photographs) -> None:
     """Raise PrivlabError if the checks of admission, the worth or the draws of an entry are not those of its file."""
-    told = {each["name"] for each in result.data["admission"] if not each["passed"]}
-    failed = {each.name for each in checks_of(card, weights) if not each.passed}
-    if told != failed:
-        said, found = (", ".join(sorted(each)) or "none" for each in (told, failed))
-        raise PrivlabError(f"{result.path}: the checks of admission that fail are {found}, but the file says {said}.")
+    said = {each["name"] for each in result.data["admission"] if not each["passed"]}
+    failed = {each.name for each in checks_of(card, how.weights) if not each.passed}
+    if said != failed:
+        stated, found = (", ".join(sorted(each)) or "none" for each in (said, failed))
+        raise PrivlabError(f"{result.path}: the checks of admission that fail are {found}, but the file says {stated}.")
     if card.kind == "attack" or card.track == "weights" or card.releases:
         return
-    for name, found in (("draws", card.draws), ("utility", worth_of(card, Photographs(weights=weights)))):
-        if not math.isclose(said := result.data[name], found, abs_tol=_APART):
-            raise PrivlabError(f"{result.path}: {name} is {found:g} now, and the file says {said:g}.")
+    for name, now in (("draws", card.draws), ("utility", worth_of(card, replace(how, public=None)))):
+        if not math.isclose(result.data[name], now, abs_tol=_APART):
+            raise PrivlabError(f"{result.path}: {name} is {now:g} now, and the file says {result.data[name]:g}.")
 
 
 def _check_public(result: Result, how: Photographs) -> None:
     """Raise PrivlabError if the adversary's own photographs are not those that the result was measured with."""
-    stated, found = result.data.get("public_sha256"), how.public_sha256()
-    if stated == found:
-        return
-    had, given = (
-        "the bundled ones" if digest is None else f"those of SHA-256 {digest[:12]}…" for digest in (stated, found)
-    )
-    raise PrivlabError(
-        f"{result.path}: the adversary's own photographs were {had}. Found {given}: give their folder by --public."
-    )
+    digests = (result.data.get("public_sha256"), how.public_sha256())
+    had, given = ("the bundled ones" if sha is None else f"those of SHA-256 {sha[:12]}…" for sha in digests)
+    if len({*digests}) > 1:
+        raise PrivlabError(
+            f"{result.path}: the adversary's own photographs were {had}. Found {given}: give their folder by --public."
+        )
 
 
 def _measured_again(result: Result, card: Card, images: int, how: Photographs) -> pd.DataFrame:
@@ -120,11 +117,10 @@ def _measured_again(result: Result, card: Card, images: int, how: Photographs) -
 
 def _drawn(chance: random.Random, own: Measurement, images: int, result: Result) -> pd.DataFrame:
     """Return the records of a case, a draw and whole releases of photographs that are drawn."""
-    card, measured = own.card, {*result.rows.case}
-    setting = "a" if card.parts == ("none",) else "c"
+    card, measured, setting = own.card, {*result.rows.case}, own.settings[-1]
     case: TrackCase = chance.choice([each for each in card.of.cases if case_label(each, setting) in measured])
     draw = chance.randrange(int(result.data.get("draws", 1)))
-    hashes = list(photographs("bundled"))
+    hashes = list(photographs(BUNDLED))
     one_key = any(attack_declarations(attack).one_key for attack in own.attacks or ())
     size = len(hashes) if one_key else max(card.of.client_batch, card.clients)
     whole = len(hashes) - len(hashes) % card.clients  # those left over are released with photographs of other releases
@@ -156,7 +152,13 @@ def _compared(result: Result, again: pd.DataFrame, before: pd.DataFrame, card: C
             f"{result.path}: the worst case of {len(worst)} photographs is {now:.3f} now, on average, and the result "
             f"says {then:.3f}. They may differ by {card.of.tolerance_db:g}."
         )
-    names = tuple(dict.fromkeys(own.image))
-    draw = int(own.draw.max()) if len(own) else 0
-    of = (card.name, card.track, len(both), round(apart, 4), card.of.tolerance_db)
-    return Verified(*of, names, draw, result.signer)
+    return Verified(
+        name=card.name,
+        track=card.track,
+        scores=len(both),
+        apart=round(apart, 4),
+        tolerance=card.of.tolerance_db,
+        images=tuple(dict.fromkeys(own.image)),
+        draw=int(own.draw.max()) if len(own) else 0,
+        signer=result.signer,
+    )

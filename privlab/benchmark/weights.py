@@ -50,7 +50,7 @@ def measure_keys(card: Card) -> pd.DataFrame:
     rows = []
     for draw, (share, guess) in enumerate(_shares(card, own.name, case.given["base"])):
         name = f"key {draw}"
-        row = row_of(card, case, name, hashlib.sha256(name.encode()).hexdigest())
+        row = row_of(card, name, hashlib.sha256(name.encode()).hexdigest())
         row |= {"weights_sha256": own.weights_sha256, "defense": KEY}
         rows += [
             row | {"draw": draw, "attack": known_by(card), "attack_params": "{}", "key_recovered": share},

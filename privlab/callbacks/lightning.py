@@ -14,7 +14,7 @@ except ImportError as error:
 
 
 class RecordUpdate(Callback):
-    """Record the weights of a ViT before and after each fit, as files that `privlab attack --update` audits.
+    """Record the weights of a ViT before and after each fit, as files that `privlab audit update` reads.
 
         trainer = Trainer(callbacks=[RecordUpdate(vit, "updates")])
 

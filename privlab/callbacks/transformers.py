@@ -14,7 +14,7 @@ except ImportError as error:
 
 
 class RecordUpdate(TrainerCallback):
-    """Record the weights of a ViT before and after each training, as files that `privlab attack --update` audits.
+    """Record the weights of a ViT before and after each training, as files that `privlab audit update` reads.
 
         trainer = Trainer(model, arguments, train_dataset=images, callbacks=[RecordUpdate(model.vit, "updates")])
 

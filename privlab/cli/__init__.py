@@ -10,12 +10,14 @@ import click
 from privlab import __version__
 from privlab.base import CLOSED, OutputClosed, PrivlabError, end_streams, memory_ended, prepare_streams
 from privlab.cli.attack import attack
+from privlab.cli.audit import audit
 from privlab.cli.benchmark import admit, benchmark
-from privlab.cli.common import Commands, Interrupted, err
+from privlab.cli.common import WIDTH, Commands, Interrupted, err
 from privlab.cli.elsewhere import TRAINED, bench, study
 from privlab.cli.keys import keys
 from privlab.cli.machine import doctor, explain, list_
 from privlab.cli.models import models
+from privlab.cli.options import debug
 from privlab.cli.split.commands import split
 from privlab.cli.store import figures, identify, report, store
 from privlab.cli.table import table
@@ -26,10 +28,10 @@ __all__ = ["cli", "main"]
 def main() -> None:
     """Run the command line; every mistake ends with one line and exit status 2, an interrupt with 130.
 
-    Where nobody reads standard output any more, the command goes on to its end, and its exit status is 141.
+    If standard output is closed, the command still runs to completion, and its exit status is 141.
     """
     prepare_streams()
-    logging.getLogger("matplotlib").addHandler(logging.NullHandler())  # it tells of each home that it cannot write to
+    logging.getLogger("matplotlib").addHandler(logging.NullHandler())  # it reports each home that it cannot write to
     sys.exit(end_streams(_status(sys.argv[1:])))
 
 
@@ -67,19 +69,53 @@ def _complain(message: str, debug: bool) -> int:
     return 2
 
 
+_STARTS = (
+    "attack --model cifar_vit_mjp27 --setting a,c --limit 2",
+    "audit update BEFORE AFTER --model NAME --client sgd",
+    "table quick",
+    "list attacks",
+    "explain mjp-full",
+)
+"""What `privlab` shows to start with; the commands are the first of its help."""
+
+
+class _Root(Commands):
+    """The group of all commands, whose help fits a screen of 80 columns and 24 lines."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, those to start with first."""
+        first = [line.split()[0] for line in _STARTS]
+        return [*first, *sorted({*self.commands} - {*first})]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands alone: the usage has the options."""
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_dl(self.command_list(ctx))
+
+
 @click.group(
-    cls=Commands,
+    cls=_Root,
     commands=ChainMap({}, TRAINED),
+    invoke_without_command=True,
+    options_metavar="[--version] [--debug] [--help]",
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(__version__, message="%(version)s")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
-def cli() -> None:
-    """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
+@debug()
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Measure how much of a private image leaks from a Vision Transformer."""
+    if context.invoked_subcommand is not None:
+        return
+    click.echo(f"{cli.help}\n\nStart with one of these commands:\n")
+    for line in _STARTS:
+        click.echo(f"  privlab {line}\n      {cli.commands[line.split()[0]].get_short_help_str(WIDTH)}")
+    click.echo("\n`privlab --help` lists all commands, `privlab COMMAND --help` their options.")
 
 
 COMMANDS = (
-    *(attack, admit, list_, explain, doctor, bench, keys, split, study, models),
+    *(attack, audit, admit, list_, explain, doctor, bench, keys, split, study, models),
     *(table, store, report, figures, identify, benchmark),
 )
 for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""`privlab attack`: it attacks what a client releases and prints a table of scores."""
+"""`privlab attack`: it attacks what a simulated client releases and prints a table of scores."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -6,115 +6,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import cloup
 
 from privlab import images as sources
 from privlab.base import PrivlabError
 from privlab.cli import common as shared
 from privlab.cli import names
-from privlab.cli.audit import audit_features, audit_gradient_file, audit_update
-from privlab.cli.live import engine_of, engine_options, run_display
+from privlab.cli import options as option
+from privlab.cli.live import engine_of, run_display
 from privlab.victims.names import check_img_size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from privlab.runs import Outcome
+    from privlab.report.run import Run
+
+_MOVED = {
+    "--update": "privlab audit update BEFORE AFTER --model NAME --client OPTIMISER",
+    "--gradients": "privlab audit gradients FILE --model NAME",
+    "--features": "privlab audit features DIR --model NAME",
+    "--reference": "privlab audit update BEFORE AFTER --reference IMAGE --model NAME --client OPTIMISER",
+}
+"""The options of earlier versions that made `privlab attack` an audit, and the command that has their place."""
 
 
-@click.command()
-@click.option(
-    "--model", type=names.VICTIMS, required=True, help="Names of `privlab list victims` or timm:NAME, with commas."
+def _refuse_moved(_context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        name = parameter.opts[0]
+        raise PrivlabError(f"{name} is no longer an option of `privlab attack`. Use `{_MOVED[name]}`.")
+
+
+_moved = shared.all_of(
+    *(
+        click.option(
+            name, is_flag=False, flag_value="", hidden=True, expose_value=False, is_eager=True, callback=_refuse_moved
+        )
+        for name in _MOVED
+    )
 )
-@click.option(
-    "--setting", type=names.SETTINGS, help="a, b or c (MJP, Section 5.4), commas.  [default: c if defended, else a]"
+
+
+@cloup.command()
+@cloup.option_group("Victim", option.model(), option.weights(), option.block(), *option.VICTIM)
+@cloup.option_group("Data", option.images(), *option.CHOICE, option.split(), option.labels(), option.bit_depth())
+@cloup.option_group(
+    *("Release and client", option.release(), option.client()),
+    *(option.gradient_batch(), option.client_batch(), option.cut_layer()),
 )
-@click.option("--attack", type=names.ATTACKS, help="Attacks, with commas.  [default: worst-case, all that can run]")
-@click.option("--effort", type=names.EFFORT, default="standard", help="How much to try: quick, standard, full.")
-@click.option("--weights", type=names.WEIGHTS, default="auto", help="auto, pretrained, random, or a file.")
-@click.option("--block", type=names.BLOCK, default="auto", help="First block: auto, stock or april.")
-@shared.img_size_option
-@click.option("--classes", type=names.POSITIVE, help="Of a random head, for a model without classifier.")
-@click.option(
-    "--normalisation",
-    type=names.NORMALISATION,
-    metavar="NAME|MEAN/STD",
-    help="How the client normalises images: imagenet, inception, clip, none or numbers.  [default: the model's own]",
+@cloup.option_group("Defense", option.setting(), *option.DEFENSE, option.draws())
+@cloup.option_group(
+    *("Adversary", option.attack(), option.effort(), option.set_(), option.force()),
+    *(option.public(), option.public_limit(), option.reassembly()),
 )
-@click.option(
-    "--defense", type=names.DEFENSES, default="auto", help="Names of `privlab list defenses`, stacked with +."
-)
-@click.option(
-    "--set",
-    "options_",
-    multiple=True,
-    metavar="[NAME.]KEY=VALUE",
-    help="An option of an attack, a defense or the client; repeat it.",
-)
-@click.option("--release", type=names.RELEASE, default="auto", help="What is released: gradients, features, update.")
-@click.option(
-    "--client", type=names.CLIENT, help="Release the update of a round of local training: sgd, adam, adamw or a preset."
-)
-@click.option(
-    "--features",
-    type=names.PATH,
-    metavar="DIR",
-    help="Audit what `privlab split serve --record DIR` wrote; --model names the recorded client's public base.",
-)
-@click.option(
-    "--gradients",
-    type=names.PATH,
-    metavar="FILE",
-    help="Audit the update of a real training step, which `privlab.capture` saved; --model names the client's model.",
-)
-@click.option(
-    "--update",
-    type=names.PATH,
-    nargs=2,
-    metavar="BEFORE AFTER",
-    help="Audit the weights before and after a client's round; --client and --set say how it trained.",
-)
-@click.option("--reference", type=names.PATH, metavar="IMAGE", help="With --gradients or --update: score by it.")
-@click.option("--client-batch", type=names.POSITIVE, default=16, help="Features: images sent together.")
-@click.option("--cut-layer", type=names.FROM_ZERO, default=0, help="Features: after this many blocks.")
-@click.option("--gradient-batch", type=names.POSITIVE, default=1, help="Images that make one gradient.")
-@click.option("--public", type=names.IMAGES, multiple=True, default=("samples",), help="Images that the adversary has.")
-@click.option("--public-limit", type=names.POSITIVE, default=200, help="How many of them.")
-@click.option(
-    "--embedding", type=names.EMBEDDING, metavar="timm:NAME@FILE", help="Network of the metric f_sim, with its weights."
-)
-@click.option("--gamma", type=float, help="γ: share of the patches that is shuffled.  [default: the defense's, 0.27]")
-@click.option(
-    "--masked-pe", type=names.MASKED_PE, help="PE at shuffled slots under MJP: unknown, none, slot.  [default: unknown]"
-)
-@shared.images_option
-@shared.choice_options
-@click.option("--split", help="Split of a data set, or sub-folder of a folder.")
-@click.option(
-    "--labels",
-    type=names.LABELS,
-    help="predicted, or a CSV file with columns file, label.  [default: the source's own]",
-)
-@click.option(
-    "--bit-depth",
-    type=click.IntRange(1, 16),
-    metavar="BITS",
-    help="Bits that the levels of 16-bit files use, as 12 in much of medicine.  [default: 16]",
-)
-@click.option("--metrics", type=names.METRICS, help="Names of `privlab list metrics`, with commas.")
-@click.option("--lpips-weights", type=names.LPIPS_WEIGHTS, help="File or folder with LPIPS backbones.")
-@click.option("--eight-bit", is_flag=True, help="Round reconstructions to 8 bits before they are scored.")
-@click.option("--geometry", type=names.GEOMETRY, default="in_place", help="Rows: in_place, oracle, reassembled.")
-@click.option("--reassembly", type=names.REASSEMBLY, default="border", help="What re-assembles: border, mp3, droppos.")
-@click.option("--draws", type=names.POSITIVE, default=1, help="Of a random defense, each image.")
-@click.option("--seed", type=names.FROM_ZERO, default=0)
-@shared.device_option
-@click.option("--batch-size", default="auto", help="Images at a time: auto or a number.")
-@engine_options("Processes: auto or a number; auto is one a core if attacks search.", "auto")
-@click.option("--out", type=names.PATH, help="Run directory.  [default: runs/TIME-MODEL-SETTING]")
-@click.option("--overwrite", is_flag=True, help="Let an earlier run in --out give way.")
-@click.option("--strips/--no-strips", default=True, help="Write one PNG per image.")
-@click.option("--force", is_flag=True, help="With --block stock|april: run attacks that do not hold there.")
-@shared.common
+@cloup.option_group("Scores", *option.SCORES, option.eight_bit(), option.geometry())
+@cloup.option_group("Output", option.out(), option.overwrite(), option.strips(), option.quiet(), option.json_())
+@cloup.option_group("Execution", option.device(), option.batch_size(), *option.ENGINE, option.seed())
+@option.debug()
+@_moved
 @click.pass_context
 def attack(
     context: click.Context,
@@ -128,23 +76,21 @@ def attack(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> int:
-    """Attack what a client releases (gradients, features, an update), score the reconstructions, write a directory."""
+    """Attack a simulated client, and score the reconstructions.
+
+    The client releases gradients, features, or the update of a round of training. Records, images and a page are
+    written to a directory; the same command continues a run that was interrupted.
+    """
     for name in names.several(options["model"]):
         check_img_size(name, options["img_size"])
-    for kind, audit in (("features", audit_features), ("gradients", audit_gradient_file), ("update", audit_update)):
-        if (released := options.pop(kind)) is not None:
-            return audit(context, released)
-    if options.pop("reference") is not None:
-        raise PrivlabError(
-            "--reference is the private image behind --gradients or --update. Give these, or use --images."
-        )
     size, where = _batch_size(batch_size), engine_of(options)
     shared.check_together(context.params)
     sources.check_choice(*(options[name] for name in ("limit", "every", "offset", "manifest")))
     from privlab.evaluation import admissions, check_geometry
-    from privlab.runs import execute, specify
+    from privlab.grids import specify
+    from privlab.runs import execute
 
-    spec = specify(options=options.pop("options_"), **options)
+    spec = specify(**options)
     check_geometry(geometry, spec)
     given = out or shared.begun_directory(spec, "run", overwrite=overwrite)
     search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
@@ -227,7 +173,7 @@ def attack(
     return 2 if outcome.failed else 0
 
 
-def _nothing_left(outcome: "Outcome") -> str | None:
+def _nothing_left(outcome: "Run") -> str | None:
     """Return why no attack could run on any image, if filters left nothing to attack; None else."""
     from privlab.report.tables.flags import NOTHING_RELEASED
 
@@ -252,9 +198,7 @@ def _batch_size(text: str) -> int | None:
     return int(text)
 
 
-def _print_attack(
-    outcome: "Outcome", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]
-) -> None:
+def _print_attack(outcome: "Run", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]) -> None:
     from privlab.report.tables import explanations, missing_metrics, shown_metrics, verdicts
     from privlab.report.tables.summary import elsewhere, to_rich
 

@@ -1,17 +1,19 @@
-"""`privlab attack --features`, `--gradients`, `--update`: audits of what a server recorded or a client released."""
+"""`privlab audit`: it attacks what a real client released, or a server recorded, whose private images are unknown."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import cloup
 from click.core import ParameterSource
-from rich.table import Table
+from rich.table import Column
 
 from privlab.base import PrivlabError
 from privlab.cli import common as shared
-from privlab.cli.names import several
+from privlab.cli import names
+from privlab.cli import options as option
 from privlab.release.given import check_gradients, session_folders
 from privlab.threat.client import CLIENT_PRESETS, OPTIMISERS
 
@@ -19,11 +21,9 @@ if TYPE_CHECKING:
     from privlab.runs import Audit
     from privlab.runs.audit_given import Files
 
-_TAKEN = {"model", "attack", "effort", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "options_"}
-_TAKEN |= {"normalisation", "seed", "device", "out", "overwrite", "as_json"}
-_FEATURES = _TAKEN | {"features", "cut_layer", "limit", "public", "public_limit", "bit_depth"}
-_GRADIENTS = _TAKEN | {"gradients", "reference", "block", "force"}
-_UPDATE = (_TAKEN - {"weights"}) | {"update", "client", "reference", "block", "force"}
+LEAKED = 3
+"""The exit status of `--fail-on-leak` where an image is certified."""
+
 _LEAKS = {
     True: "yes, a private image was reconstructed",
     False: "no, nothing was released",
@@ -31,156 +31,211 @@ _LEAKS = {
 }
 """What is said of an audit's `leaks`."""
 
-_SCORING = {"metrics", "lpips_weights", "embedding", "public", "public_limit", "bit_depth"}
+_SCORES_IN_A_ROW = 5
+"""How many metrics fit beside the name of an attack in 80 columns."""
+
+_SCORES = (*option.SCORES, option.public(), option.public_limit(), option.bit_depth())
+_NEED_REFERENCE = ("metrics", "lpips_weights", "embedding", "public", "public_limit", "bit_depth")
+"""The names of `_SCORES`, which say how a reference is compared."""
+
+_ONE_RELEASE = shared.all_of(
+    cloup.option_group("Defense", *option.DEFENSE),
+    cloup.option_group("Adversary", option.attack(), option.effort(), option.set_(), option.force()),
+    cloup.option_group("Scores", option.reference(), *_SCORES),
+    cloup.option_group("Output", option.out(), option.overwrite(), option.fail_on_leak(), option.json_()),
+    cloup.option_group("Execution", option.device(), option.seed()),
+    option.debug(),
+)
+"""The options of an audit of one release, which may be scored by a reference."""
 
 
-def audit_features(context: click.Context, folder: Path) -> int:
-    """Attack the features of a recording, whose private images are unknown, and print a summary of the attacks."""
-    options = context.params
-    _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
-    session_folders(folder)
-    _check_one(options["model"], "--features")
+@click.group(cls=shared.Commands)
+def audit() -> None:
+    """Attack the update, gradient or features of a real client."""
+
+
+@audit.command(cls=cloup.Command)
+@cloup.argument("before", type=names.PATH, help="The weights that the client began with.")
+@cloup.argument("after", type=names.PATH, help="The weights that it returned.")
+@cloup.option_group("Victim", option.one_model(), option.block(), *option.VICTIM)
+@cloup.option_group("Release and client", option.client())
+@_ONE_RELEASE
+@click.pass_context
+def update(context: click.Context, before: Path, after: Path, **options: Any) -> int:  # noqa: ANN401
+    """Attack the update of a client's round, given the weights BEFORE and AFTER it.
+
+    `--client` and `--set client.KEY=VALUE` state how the client trained. What is not stated of a training by SGD on
+    one image is fitted to the update.
+    """
+    if options["client"] is None:
+        raise PrivlabError(
+            f"An update needs --client, the optimiser that the client trained with: {', '.join(OPTIMISERS)}, or a "
+            f"preset ({', '.join(CLIENT_PRESETS)}). Found none. --set client.lr=0.01 and so on say the rest."
+        )
+    for file, role in ((before, "before"), (after, "after")):
+        if not file.is_file():
+            raise PrivlabError(f"No file at '{file}'. Give the weights {role} the round, BEFORE AFTER.")
+    return _audit_release(context, (before, after), "a", **options)
+
+
+@audit.command(cls=cloup.Command)
+@cloup.argument("file", type=names.PATH, help="What `privlab.capture` wrote.")
+@cloup.option_group("Victim", option.one_model(), option.weights(), option.block(), *option.VICTIM)
+@_ONE_RELEASE
+@click.pass_context
+def gradients(context: click.Context, file: Path, **options: Any) -> int:  # noqa: ANN401
+    """Attack the gradient of a training step that `privlab.capture` saved in FILE."""
+    check_gradients(file)
+    return _audit_release(context, file, "c", release="gradients", **options)
+
+
+@audit.command(cls=cloup.Command)
+@cloup.argument("directory", metavar="DIR", type=names.PATH, help="What `privlab split serve --record DIR` wrote.")
+@cloup.option_group("Victim", option.one_model(), option.weights(), *option.VICTIM)
+@cloup.option_group("Data", option.limit(help="Attack the first N batches of each session and kind."))
+@cloup.option_group("Defense", *option.DEFENSE)
+@cloup.option_group(
+    *("Adversary", option.attack(), option.effort(), option.set_()),
+    *(option.public(), option.public_limit(), option.bit_depth()),
+)
+@cloup.option_group("Output", option.out(), option.overwrite(), option.json_())
+@cloup.option_group("Execution", option.device(), option.seed())
+@option.debug()
+@click.pass_context
+def features(
+    context: click.Context,
+    directory: Path,
+    model: str,
+    limit: int | None,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> int:
+    """Attack the features that a server of split learning recorded in DIR.
+
+    The private images are unknown, and features prove no image: look at the pictures.
+    """
+    session_folders(directory)
     shared.check_together(options)
+    from privlab.grids import specify
     from privlab.release import recorded_cut_layer
-    from privlab.runs import audit, specify
+    from privlab.runs import audit
 
-    given = context.get_parameter_source("cut_layer") is ParameterSource.COMMANDLINE
-    own = {"release": "features", "cut_layer": options["cut_layer"] if given else recorded_cut_layer(folder)}
-    spec = specify(options["model"], "c", attack=options["attack"], images=folder, **own, **_science(options))
-    known = options["out"] or shared.begun_directory(spec, "audit", overwrite=options["overwrite"])
+    how = _how(context, options)
+    release = {"release": "features", "cut_layer": recorded_cut_layer(directory)}
+    spec = specify(model, "c", images=directory, **release, **options)
+    known = out or shared.begun_directory(spec, "audit", overwrite=how["overwrite"])
     with (
-        shared.reserved(known, [options["model"], "features"]) as path,
+        shared.reserved(known, [model, "features"]) as path,
         shared.interruptible(lambda: shared.kept(path)),
         shared.progress_bar("auditing") as progress,
     ):
-        found = audit(folder, spec, out=path, limit=options["limit"], progress=progress, **_how(context))
-    shared.print_warnings(found.warnings)
-    failed = [row for row in found.rows if row["status"] != "ok"]
-    if options["as_json"]:
-        shared.print_json({"run": str(path), "batches": found.rows, "warnings": found.warnings, "failed": len(failed)})
-    else:
-        shared.print_table(_table(found.rows))
-        click.echo("no private image is known, so nothing is scored: look at the contact sheets")
-        click.echo(f"run: {path} (sheets in {path / 'strips'})")
-    shared.print_failed((f"{row['kind']} {row['number']}", row["reason"]) for row in failed[:1])
-    return 2 if failed else 0
+        found = audit(directory, spec, out=path, limit=limit, progress=progress, **how)
+    return _report(found, as_json)
 
 
-def audit_gradient_file(context: click.Context, file: Path) -> int:
-    """Attack the gradient of a file, with a reference image for scoring or without, and print the results."""
-    _refuse(context, _GRADIENTS | _SCORING, "--gradients: the file is one training step. Leave it out.")
-    check_gradients(file)
-    return _audit(context, file, {"release": "gradients"}, _GRADIENTS)
-
-
-def audit_update(context: click.Context, files: tuple[Path, Path]) -> int:
-    """Attack the update of a round by the weights before and after it, with a reference image or without."""
-    _refuse(context, _UPDATE | _SCORING, "--update: the files hold the weights of one round. Leave it out.")
-    if (client := context.params["client"]) is None:
-        raise PrivlabError(
-            f"--update needs --client, the optimiser that the client trained with: {', '.join(OPTIMISERS)}, or a "
-            f"preset ({', '.join(CLIENT_PRESETS)}). Found none. --set client.lr=0.01 and so on say the rest."
-        )
-    for file, role in zip(files, ("before", "after"), strict=True):
-        if not file.is_file():
-            raise PrivlabError(f"No file at '{file}'. Give the weights {role} the round, BEFORE AFTER.")
-    return _audit(context, files, {"client": client}, _UPDATE)
-
-
-def _audit(context: click.Context, files: "Files", release: dict[str, Any], taken: set[str]) -> int:
+def _audit_release(
+    context: click.Context,
+    files: "Files",
+    setting: str,
+    *,
+    model: str,
+    reference: Path | None,
+    out: Path | None,
+    as_json: bool,
+    fail_on_leak: bool,
+    **options: Any,  # noqa: ANN401
+) -> int:
     """Attack what was released, and print the results."""
-    options = context.params
-    kind = "update" if "client" in release else "gradients"
-    if (reference := options["reference"]) is None:
-        _refuse(context, taken, f"--{kind} without a --reference to score by. Give one, or leave it out.")
+    if reference is None:
+        for name in _NEED_REFERENCE:
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise PrivlabError(f"--{name.replace('_', '-')} needs a --reference to score by. Found none.")
     elif not reference.exists():
         raise PrivlabError(f"No file at '{reference}'. --reference is the private image.")
-    _check_one(options["model"], f"--{kind}")
     shared.check_together(options)
-    from privlab.runs import specify
+    from privlab.grids import specify
     from privlab.runs.audit_gradients import audit_gradients
 
-    science = _science(options) | {name: options[name] for name in ("block", "force", "lpips_weights", "embedding")}
-    setting = "a" if kind == "update" else "c"
-    spec = specify(options["model"], setting, attack=options["attack"], metrics=options["metrics"], **science | release)
+    how = _how(context, options)
+    spec = specify(model, setting, **options)
     go_on = "With --overwrite, the same command starts again."
     with (
-        shared.reserved(options["out"], [options["model"], kind]) as path,
+        shared.reserved(out, [model, str(context.command.name)]) as path,
         shared.interruptible(lambda: shared.kept(path, go_on)),
     ):
-        found = audit_gradients(files, spec, out=path, reference=reference, **_how(context))
+        found = audit_gradients(files, spec, out=path, reference=reference, **how)
+    status = _report(found, as_json)
+    return LEAKED if fail_on_leak and found.leaks else status
+
+
+def _how(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """Remove from options where an audit runs and whether it replaces an earlier one; add the command."""
+    how = {name: options.pop(name) for name in ("device", "overwrite")}
+    return {**how, "command": shared.command_line(context)}
+
+
+def _report(found: "Audit", as_json: bool) -> int:
+    """Print the results of an audit, and return the exit status."""
     shared.print_warnings(found.warnings)
-    failed = [row for row in found.rows if row["status"] != "ok"]
-    if options["as_json"]:
-        told = {
-            "run": str(path),
+    failed = [row["reason"] for row in found.rows if row["status"] != "ok"]
+    if as_json:
+        result = {
+            "run": str(found.path),
             "leaks": found.leaks,
-            "attacks": found.rows,
+            "batches" if found.what == "features" else "attacks": found.rows,
             "labels": found.labels,
             "flags": found.flags,
             "reference": found.reference,
+            "warnings": found.warnings,
+            "missing_metrics": found.missing,
+            "failed": len(failed),
         }
-        shared.print_json(told | {"warnings": found.warnings, "missing_metrics": found.missing, "failed": len(failed)})
+        shared.print_json(result)
     else:
-        _print_gradients(found)
-    for row in failed:
-        shared.err.print(f"Failed: {row['reason']}", style="red", markup=False)
+        _print_audit(found)
+    for reason in dict.fromkeys(failed):
+        shared.err.print(f"Failed: {reason}", style="red", markup=False)
     return 2 if failed else 0
 
 
-def _refuse(context: click.Context, taken: set[str], why: str) -> None:
-    for name in context.params:
-        if name not in taken and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise PrivlabError(f"--{name.replace('_', '-')} has no meaning with {why}")
+def _print_audit(found: "Audit") -> None:
+    """Print the verdict, what each attack proves, its scores, the flags, and where the images are."""
+    shared.print_text(f"leaks: {_LEAKS[found.leaks]}")
+    recorded = found.what == "features"
+    if recorded:
+        headings = ("attack", "batches", "images", "failed", "ms per image")
+        shared.print_columns(headings, _batches(found.rows))
+        shared.print_text("no private image is known, so nothing is scored: look at the images")
+    elif found.rows:  # else a flag says that no attack ran
+        _print_attacks(found)
+    if found.reference is not None:
+        shared.print_text(f"reference: {found.reference}")
+    for flag in found.flags:
+        shared.print_text(f"flag: {flag}")
+    click.echo(f"run: {found.path}")
+    if (pictures := found.path / ("strips" if recorded else "pictures")).exists():
+        click.echo(f"images: {pictures}")
 
 
-def _how(context: click.Context) -> dict[str, Any]:
-    """Return where an audit runs, whether it replaces an earlier one, and the command for its record."""
-    return {**{name: context.params[name] for name in ("device", "overwrite")}, "command": shared.command_line(context)}
-
-
-def _science(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("effort", "weights", "img_size", "classes", "normalisation", "defense", "gamma", "masked_pe", "seed")
-    return {name: options[name] for name in (*names, "public", "public_limit", "bit_depth")} | {
-        "options": options["options_"]
-    }
-
-
-def _check_one(model: str, option: str) -> None:
-    models = several(model)
-    if len(models) > 1:
-        raise PrivlabError(f"{option} audits one victim. Found {len(models)}: {', '.join(models)}.")
-
-
-def _print_gradients(found: "Audit") -> None:
+def _print_attacks(found: "Audit") -> None:
+    """Print what each attack proves, and its scores by the reference, with few metrics in a table."""
     from pandas import DataFrame
 
     from privlab.grids import KNOWN
     from privlab.report.tables import shown_metrics
 
+    residuals = [f"{row['residual']:.1e}" if "residual" in row else "n/a" for row in found.rows]
+    proofs = [(row["attack"], left, _says(row, found)) for row, left in zip(found.rows, residuals, strict=True)]
+    shared.print_columns(("attack", "residual", "what it says"), proofs)
+    shared.print_text(f"residual: distance between the {found.what} of the image and the released one; 0 is the same")
     shown = shown_metrics(found.metrics, DataFrame(found.rows)) if found.metrics else []
-    table = Table("attack", "residual", header_style="bold")
-    for name in shown:
-        table.add_column(f"{name.replace('_', ' ')} {KNOWN[name].arrow}", justify="right")
-    for column in ("images", "seconds", "what it says"):
-        table.add_column(column)
-    for row in found.rows:
-        scores = [f"{row[name]:.{KNOWN[name].decimals}f}" if name in row else "n/a" for name in shown]
-        left = f"{row['residual']:.1e}" if "residual" in row else "n/a"
-        table.add_row(
-            row["attack"], left, *scores, str(row.get("images", "")), str(row.get("seconds", "")), _says(row, found)
-        )
-    if found.rows:  # else a flag says that no attack ran
-        shared.print_table(table)
-        said = "that the reconstruction itself gives, against the released one; 0 is the same"
-        click.echo(f"residual: of the {found.what} {said}")
-    if found.reference is not None:
-        click.echo(f"reference: {found.reference}")
-    click.echo(f"leaks: {_LEAKS[found.leaks]}")
-    for flag in found.flags:
-        click.echo(f"flag: {flag}")
-    pictures = found.path / "pictures"
-    click.echo(f"run: {found.path}" + (f" (images in {pictures})" if pictures.exists() else ""))
+    for start in range(0, len(shown), _SCORES_IN_A_ROW):
+        metrics = [KNOWN[name] for name in shown[start : start + _SCORES_IN_A_ROW]]
+        headings = [Column(f"{m.name.replace('_', ' ')} {m.arrow}", justify="right") for m in metrics]
+        scores = [[f"{row[m.name]:.{m.decimals}f}" if m.name in row else "n/a" for m in metrics] for row in found.rows]
+        named = [(row["attack"], *cells) for row, cells in zip(found.rows, scores, strict=True)]
+        shared.print_columns(("attack", *headings), named)
 
 
 def _says(row: Mapping[str, Any], found: "Audit") -> str:
@@ -204,11 +259,11 @@ def _says(row: Mapping[str, Any], found: "Audit") -> str:
     return f"{private} the released {found.what}"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("attack", "batches", "images", "failed", "ms per image", header_style="bold")
+def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each attack: how many batches it read, and how long it took."""
     for attack in dict.fromkeys(row["attack"] for row in rows):
-        of = [row for row in rows if row["attack"] == attack]
-        images = sum(row.get("images", 0) for row in of)
-        ms = f"{1000 * sum(row.get('seconds', 0) for row in of) / images:.1f}" if images else "n/a"
-        table.add_row(attack, str(len(of)), str(images), str(Counter(row["status"] for row in of)["failed"]), ms)
-    return table
+        of_attack = [row for row in rows if row["attack"] == attack]
+        images = sum(row.get("images", 0) for row in of_attack)
+        ms = f"{1000 * sum(row.get('seconds', 0) for row in of_attack) / images:.1f}" if images else "n/a"
+        failed = Counter(row["status"] for row in of_attack)["failed"]
+        yield attack, str(len(of_attack)), str(images), str(failed), ms

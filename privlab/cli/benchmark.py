@@ -14,29 +14,29 @@ from privlab.cli.names import FROM_ZERO, PART, PATH, POSITIVE, VICTIM, WEIGHTS
 _WEIGHTS = click.option(
     "--weights", default="auto", show_default=False, help="File of a victim whose weights are not in the package."
 )
-_PUBLIC = click.option("--public", help="Photographs of the adversary's own, for decoders.  [default: bundled ones]")
+_PUBLIC = click.option("--public", help="Photographs that the adversary has, for decoders.  [default: bundled ones]")
 
 
 @click.command()
 @click.argument("name", type=PART)
-@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="An option of it; repeat it.")
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Set an option of it; repeat it for more.")
 @click.option("--gamma", type=float, help="γ of jigsaw and mjp.")
-@click.option("--model", type=VICTIM, default="vit_ti_mjp", help="The victim on which it is tried.")
-@click.option("--weights", type=WEIGHTS, default="random", help="auto, pretrained, random, or a file.")
+@click.option("--model", type=VICTIM, default="vit_ti_mjp", help="Victim on which it is tried.")
+@click.option("--weights", type=WEIGHTS, default="random", help="Weights: auto, pretrained, random, or a file.")
 @click.option("--img-size", type=click.IntRange(min=16), default=64, help="Side of the input.")
-@click.option("--depth", type=POSITIVE, default=2, help="Blocks of it that are kept.")
-@click.option("--seed", type=FROM_ZERO, default=0)
+@click.option("--depth", type=POSITIVE, default=2, help="Number of blocks of the victim that are kept.")
+@click.option("--seed", type=FROM_ZERO, default=0, help="Seed of all random draws.")
 @common
 def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
-    """Check a defense, an attack or a metric by its NAME, before a run; exit status 1 where a check fails.
+    """Check that a defense, an attack or a metric does what it says.
 
     A defense must release what it says and nothing else; an attack or a metric must say what it needs, and return what
-    it should.
+    it should. The exit status is 1 if a check fails.
     """
-    from privlab.admission import admit_any
+    from privlab.testing import check_any
 
     with err.status(f"admitting {name}"):
-        checks = admit_any(name, **options)
+        checks = check_any(name, **options)
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
@@ -52,18 +52,20 @@ def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
 
 @click.group(cls=Commands)
 def benchmark() -> None:
-    """Measure the entries of defenses and attacks on frozen tracks, and show the standing table."""
+    """Rank defenses and attacks on frozen tracks."""
 
 
 @benchmark.command("list")
 @click.option("--track", help="gradients, updates, local-training, features or weights.  [default: all]")
-@click.option("--entries", "folders", multiple=True, type=PATH, help="A folder with results of your own; repeat it.")
+@click.option(
+    "--entries", "folders", multiple=True, type=PATH, help="Folder with your own results; repeat it for more."
+)
 @common
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     """Show the entries: those with a rank first, the least leakage first.
 
-    The worst case is in dB, of keys a share. The column "unreliable" has the heads of the reasons, "known by" that
-    attack which leaks most of those that know the defense, and how many others do; --json has both in full.
+    The worst case is in dB, for keys a share. The column "unreliable" has the reasons in short. "known by" names the
+    attack that leaks most among those that know the defense, and counts the others. --json has both in full.
     """
     from privlab.base import check_name
     from privlab.benchmark import TRACKS, listed
@@ -90,12 +92,14 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
 @benchmark.command()
 @click.argument("card", type=PATH)
 @click.option("--out", type=PATH, help="The result file.  [default: CARD's name with .json]")
-@click.option("--images", help="Folder with ImageNet's samples: the public half, beside the bundled photographs.")
+@click.option(
+    "--images", help="Folder with ImageNet's samples, whose public half is attacked besides the bundled photographs."
+)
 @click.option("--hidden", is_flag=True, help="With --images: attack the hidden half too.")
 @_PUBLIC
 @_WEIGHTS
 @click.option("--key", type=PATH, help="An ed25519 private key in PEM, to sign the result with.")
-@click.option("--workers", type=POSITIVE, help="Processes that attack photographs.  [default: one per core]")
+@click.option("--workers", type=POSITIVE, help="Number of processes that attack photographs.  [default: one per core]")
 @common
 def submit(
     card: Path,
@@ -110,7 +114,7 @@ def submit(
 ) -> None:
     """Check the entry of a CARD, measure it on its track, and write a result file with its hash.
 
-    The runs stay in a folder beside the result file (.runs): the same command goes on where it was stopped.
+    The runs are kept in a folder next to the result file (.runs), so that the same command continues them.
     """
     from privlab.base import PrivlabError, core_count
     from privlab.benchmark import read_card
@@ -151,7 +155,7 @@ def submit(
 
 @benchmark.command()
 @click.argument("result", type=PATH)
-@click.option("--count", type=POSITIVE, default=2, help="Photographs measured again.")
+@click.option("--count", type=POSITIVE, default=2, help="Number of photographs that are measured again.")
 @_PUBLIC
 @_WEIGHTS
 @common
@@ -177,7 +181,7 @@ def verify(result: Path, count: int, public: str | None, weights: str, as_json: 
 @click.argument("folder", type=PATH, default=Path())
 @common
 def template(kind: str, folder: Path, as_json: bool) -> None:
-    """Write the card and the class of an entry that works as it is, to begin with."""
+    """Write the card and the class of a working entry, to start from."""
     from privlab.benchmark import write_template
 
     print_paths(write_template(kind, folder), as_json)
@@ -185,7 +189,9 @@ def template(kind: str, folder: Path, as_json: bool) -> None:
 
 @benchmark.command()
 @click.option("--out", type=PATH, required=True, help="Folder of the pages and the feeds.")
-@click.option("--entries", "folders", multiple=True, type=PATH, help="A folder with results of your own; repeat it.")
+@click.option(
+    "--entries", "folders", multiple=True, type=PATH, help="Folder with your own results; repeat it for more."
+)
 @common
 def page(out: Path, folders: tuple[Path, ...], as_json: bool) -> None:
     """Write the table as HTML, with its JSON feeds, from the result files alone."""

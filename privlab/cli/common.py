@@ -9,18 +9,19 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from privlab.base import Stream, plain_data, unwritable
-from privlab.cli import names
+from privlab.cli.options import debug, json_
 from privlab.evaluation.names import check_stated
 from privlab.experiments.tables.named import experiment_names
 
@@ -33,6 +34,11 @@ EXAMPLES: Mapping[str, list[str]] = tomllib.loads(
     files("privlab.inventory").joinpath("command_examples.toml").read_text("utf-8")
 )
 """Whole command lines by the words of their command, without `privlab`; a test checks their options."""
+
+
+WIDTH = 80
+"""The columns of a terminal that every reader has."""
+
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -62,11 +68,15 @@ class Commands(click.Group):
             command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
         return command
 
+    def command_list(self, ctx: click.Context) -> list[tuple[str, str]]:
+        """Return the names of the commands, each with its first sentence."""
+        rows = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        return [(name, command.get_short_help_str(limit=1000)) for name, command in rows if command]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the names of the commands, each with its first sentence."""
         with formatter.section("Commands"):
-            rows = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in rows if each])
+            formatter.write_dl(self.command_list(ctx))
 
 
 def all_of(*options: Decorator) -> Decorator:
@@ -80,51 +90,8 @@ def all_of(*options: Decorator) -> Decorator:
     return add
 
 
-common = all_of(
-    click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output."),
-    click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails."),
-)
+common = all_of(json_(), debug())
 """The options that every command has."""
-
-device_option = click.option("--device", type=names.DEVICE, default="auto", help="auto, cpu, cuda or cuda:N.")
-images_option = click.option(
-    "--images",
-    type=names.IMAGES,
-    multiple=True,
-    default=("samples",),
-    help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
-)
-img_size_option = click.option(
-    "--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does."
-)
-limit_option = click.option("--limit", type=names.POSITIVE, help="Use N images: the first, of class folders by turns.")
-choice_options = all_of(
-    limit_option,
-    click.option(
-        "--every",
-        type=names.POSITIVE,
-        help="Use every K-th image, before --limit: those at positions J, J + K, … from 0; J is --offset.",
-    ),
-    click.option(
-        "--offset",
-        type=names.FROM_ZERO,
-        help="Leave out the first J images, before --limit; of class folders by turns.",
-    ),
-    click.option(
-        "--manifest",
-        type=names.MANIFEST_FILE,
-        metavar="FILE.csv",
-        help="Use the images that it names, checked by SHA-256: columns name, sha256; label, member if known.",
-    ),
-)
-"""The options that choose images of a source."""
-
-
-class _Count(MofNCompleteColumn):
-    """The number done of the total; empty while the total is unknown."""
-
-    def render(self, task: Task) -> Text:
-        return Text() if task.total is None else super().render(task)
 
 
 def command_line(context: click.Context) -> str:
@@ -206,14 +173,18 @@ def _first_free(stem: Path) -> Path:
         path = stem.with_name(f"{stem.name}-{n}")
 
 
-def check_together(params: Mapping[str, Any]) -> None:
-    """Refuse options of `privlab attack` that contradict each other, as far as that costs no import of torch.
+def check_together(stated: Mapping[str, Any]) -> None:
+    """Refuse options that contradict each other, as far as that costs no import of torch.
+
+    Args:
+        stated: the values of options by name; an audit has some of them.
 
     Raises:
         PrivlabError: for the first of them.
     """
-    settings = [name.strip() for name in (params["setting"] or "").split(",")]
-    check_stated({**params, "settings": settings, "options": params["options_"]})
+    absent = {"block": "auto", "force": False, "release": "auto", "client": None, "gradient_batch": 1}
+    settings = [name.strip() for name in (stated.get("setting") or "").split(",")]
+    check_stated({**absent, **stated, "settings": settings})
 
 
 def kept(path: Path, go_on: str = "The same command goes on where it was.") -> str:
@@ -228,18 +199,33 @@ def kept(path: Path, go_on: str = "The same command goes on where it was.") -> s
     return f"'{path}' keeps {there if images else 'no image yet'}. {go_on}"
 
 
+class _Count(MofNCompleteColumn):
+    """The number done of the total; empty while the total is unknown."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+def progress_of(**options: Any) -> Progress:  # noqa: ANN401
+    """Return bars that show a name, the number done of the total, and the remaining time."""
+    return Progress("{task.description}", BarColumn(), _Count(), TimeRemainingColumn(), **options)
+
+
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a progress bar on standard error, with the steps and the remaining time of a search or training inside."""
+def progress_bar(what: str) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on standard error, with the steps and the remaining time of a search or training inside.
+
+    Yields:
+        A function that takes the number done, the total, None if it is not known, and another description.
+    """
     from privlab.training import listening  # this imports torch, which is slow
 
-    columns = (TextColumn("{task.description}"), BarColumn(), _Count(), TimeRemainingColumn())
-    bar = Progress(*columns, console=err)
+    bar = progress_of(console=err)
     task = bar.add_task(what, total=None)
 
-    def show(done: int, total: int | None) -> None:
+    def show(done: int, total: int | None, description: str = what) -> None:
         bar.start()  # only after all checks, so that a mistake prints one line
-        bar.update(task, description=what, completed=done, total=total)
+        bar.update(task, description=description, completed=done, total=total)
 
     def step(now: "TrainingProgress") -> None:
         bar.start()
@@ -271,6 +257,19 @@ def print_rows(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
 def print_table(table: Table) -> None:
     """Print a whole table to standard output; a terminal that is too narrow wraps it, and nothing is cut."""
     _Fitted(highlight=False, width=_width(table)).print(table)
+
+
+def print_columns(headings: Sequence[str | Column], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table of texts whose cells are wrapped, so that it has at most 80 columns."""
+    table = Table(*headings, header_style="bold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    _Fitted(highlight=False, width=min(_width(table), WIDTH)).print(table)
+
+
+def print_text(text: str) -> None:
+    """Print a paragraph in 80 columns, with the lines after the first indented."""
+    click.echo(fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
 
 
 def fits(table: Table) -> bool:
@@ -327,7 +326,7 @@ def warned() -> Iterator[None]:
         print_warnings(messages)
 
 
-_SAME = ("setting", "attack", "defense", "options_", "release", "client_batch", "gradient_batch", "gamma", "masked_pe")
+_SAME = ("setting", "attack", "defense", "options", "release", "client_batch", "gradient_batch", "gamma", "masked_pe")
 _SAME += ("cut_layer", "client", "limit", "draws", "seed", "geometry")
 """The options that hold for any victim and images: what the user gave of them stands in the command too."""
 

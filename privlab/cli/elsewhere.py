@@ -46,9 +46,12 @@ FINETUNE: Registry[click.Command] = Registry(lambda: {"finetune-study": _experim
 
 @click.group(cls=_Benches, commands=Registry(_benches))
 def bench() -> None:
-    """Measure speed side by side in one run, as ratios with their targets; each bench takes --json and --debug."""
+    """Measure the speed of privlab, as ratios with targets.
+
+    What is compared is measured side by side in one run. Each bench takes --json and --debug.
+    """
 
 
 @click.group(cls=Commands, commands=Registry(lambda: _experiments("studies").study.commands))
 def study() -> None:
-    """Run a study: the tables of the papers on images of your own, the adaptive adversary beside."""
+    """Run a study of the papers on images of your own."""

@@ -11,15 +11,15 @@ from privlab.cli.common import Commands, common, print_either, print_warnings
 from privlab.cli.elsewhere import FINETUNE
 from privlab.cli.names import PATH, POSITIVE
 
-key_option = click.option("--key", type=PATH, required=True, help="Key file, of `privlab keys new`.")
+key_option = click.option("--key", type=PATH, required=True, help="Key file that `privlab keys new` wrote.")
 out_option = click.option("--out", type=PATH, required=True, help="File to write.")
-overwrite_option = click.option("--overwrite", is_flag=True, help="Let an earlier file give way.")
-heads_option = click.option("--heads", type=POSITIVE, help="Heads per layer, where a file does not say.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Overwrite an existing file.")
+heads_option = click.option("--heads", type=POSITIVE, help="Number of heads per layer, if the file does not state it.")
 
 
 @click.group("keys", cls=Commands, commands=ChainMap({}, FINETUNE))
 def keys() -> None:
-    """Permute a model's weights by a key, and measure how little that hides.
+    """Permute a model's weights by a key, and recover the key.
 
     This is obfuscation. Without the key, an encrypted model is useless as it stands; but whoever has the public model
     that it was made from finds the key in seconds: `privlab keys recover` does it.
@@ -34,7 +34,7 @@ def _say(as_json: bool, **facts: object) -> None:
 @keys.command()
 @click.option("--model", required=True, help="A victim's name, timm:NAME, or a file with --heads.")
 @heads_option
-@click.option("--space", default="full", help="full, paper or residual.")
+@click.option("--space", default="full", help="What the key permutes: full, paper or residual.")
 @out_option
 @overwrite_option
 @common
@@ -52,7 +52,7 @@ def new(model: str, heads: int | None, space: str, out: Path, overwrite: bool, a
 @click.argument("key", type=PATH)
 @common
 def show(key: Path, as_json: bool) -> None:
-    """Say what a key fits and how large its space is; the key itself is never shown."""
+    """Show which model a key fits and how large its space is, but not the key."""
     from privlab.keys import load_key
 
     _say(as_json, key=str(key), **load_key(key).facts())
@@ -63,7 +63,7 @@ def show(key: Path, as_json: bool) -> None:
 @click.option("--model", required=True, help="A victim's name, timm:NAME, or a file, encrypted or not.")
 @common
 def check(key: Path, model: str, as_json: bool) -> None:
-    """Check a key file, and that it fits a model; of an encrypted one, that it is the one it was encrypted with."""
+    """Check a key file, and that it fits a model; of an encrypted model, that it was encrypted with this key."""
     from privlab.keys import check_fingerprint, check_model, is_file, load_key, read_model, shape_of_model
 
     stored = load_key(key)
@@ -82,8 +82,8 @@ def check(key: Path, model: str, as_json: bool) -> None:
 @click.argument("model", type=PATH)
 @key_option
 @out_option
-@click.option("--owner", type=PATH, help="File for what stays with you: embedding, final norm, head.")
-@click.option("--keep-embedding", is_flag=True, help="Leave these in the encrypted model, as in the paper.")
+@click.option("--owner", type=PATH, help="File for the parts that you keep: embedding, final norm and head.")
+@click.option("--keep-embedding", is_flag=True, help="Leave these parts in the encrypted model, as the paper does.")
 @overwrite_option
 @common
 def encrypt(
@@ -93,7 +93,7 @@ def encrypt(
     from privlab.keys import encrypt_file, load_key, read_model
 
     if keep_embedding == (owner is not None):
-        raise PrivlabError("Give --owner FILE for what stays with you, or --keep-embedding; one of the two.")
+        raise PrivlabError("Give either --owner FILE for the parts that you keep, or --keep-embedding.")
     stored = load_key(key)
     start = time.perf_counter()
     seal = encrypt_file(read_model(model), stored, out, owner, overwrite=overwrite)
@@ -109,7 +109,7 @@ def encrypt(
 @overwrite_option
 @common
 def decrypt(encrypted: Path, key: Path, owner: Path | None, out: Path, overwrite: bool, as_json: bool) -> None:
-    """Write the model that ENCRYPTED was made of, bit by bit."""
+    """Decrypt ENCRYPTED into exactly the model that it was made from."""
     from privlab.keys import decrypt_file, load_key, read_model
 
     stored, model = load_key(key), read_model(encrypted)
@@ -139,7 +139,7 @@ def rekey(encrypted: Path, key: Path, new_key: Path, out: Path, overwrite: bool,
 @click.option("--base", required=True, help="The public model: a file, or a victim's name for its pretrained weights.")
 @click.option("--key", type=PATH, help="The true key, to score the recovered one.")
 @heads_option
-@click.option("--out", type=PATH, help="Write the recovered key, heads and units included.")
+@click.option("--out", type=PATH, help="File for the recovered key, which includes heads and units.")
 @overwrite_option
 @common
 def recover(

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from privlab.base import PrivlabError
-from privlab.cli.common import Decorator, all_of, err
+from privlab.cli.common import err, progress_of
 from privlab.grids.engine import Engine
 
 if TYPE_CHECKING:
@@ -25,25 +24,6 @@ if TYPE_CHECKING:
 
 ENGINE_OPTIONS = ("engine", "workers", "ray_address", "task_cpus", "task_gpus")
 """The names of the options of an `Engine`, in the order of its fields."""
-
-
-def engine_options(workers: str, default: object) -> Decorator:
-    """Return a decorator that adds the options which say where tasks run, and `--quiet`.
-
-    Args:
-        workers: the help of --workers.
-        default: its default.
-    """
-    return all_of(
-        click.option("--workers", default=default, help=workers),
-        click.option("--engine", default="local", help="local or ray."),
-        click.option(
-            "--ray-address", help="A running cluster: auto, HOST:PORT or ray://….  [default: one is started here]"
-        ),
-        click.option("--task-cpus", type=float, default=1.0, help="With ray: cores of a task."),
-        click.option("--task-gpus", type=float, default=0.0, help="With ray: GPUs of a task."),
-        click.option("--quiet", is_flag=True, help="Show no progress."),
-    )
 
 
 def engine_of(options: dict[str, Any]) -> Engine | None:
@@ -68,14 +48,13 @@ Scores = dict[tuple[str, str], float | None]
 class RunDisplay:
     """What is shown of a run on standard error, from its results as they come.
 
-    A terminal shows a bar for the run, one for each of several workers, and the mean scores so far; a pipe has a line
-    for each image. A warning is printed once, as soon as it is known.
+    A terminal shows a bar and the mean scores so far; a pipe has a line for each image. A warning is printed once, as
+    soon as it is known.
     """
 
     quiet: bool
     bar: Progress
     live: Live
-    workers: dict[str, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     scores: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     metric: str = ""
@@ -97,7 +76,7 @@ class RunDisplay:
             self.metric = lead_metric(last.task.spec.metrics)
         found = {} if last is None else _leakiest(last, self.metric)
         if _redraws():
-            self._draw(done, total, last, found)
+            self._draw(done, total, found)
             return
         for number, (image, scores) in enumerate(found.items(), done - len(found) + 1):
             err.print(f"{number} of {total}: {image}: {_line(scores, self.metric)}", markup=False)
@@ -109,11 +88,9 @@ class RunDisplay:
             self.bar.update(self.bar.task_ids[0], description=f"images (step {now.step} of {now.steps}, {left} left)")
             self.live.start()
 
-    def _draw(self, done: int, total: int, last: "Result | None", found: Mapping[str, Scores]) -> None:
-        """Draw the bars and the table so far."""
+    def _draw(self, done: int, total: int, found: Mapping[str, Scores]) -> None:
+        """Draw the bar and the table so far."""
         self.bar.update(self.bar.task_ids[0], description="images", completed=done, total=total)
-        if last is not None:
-            self._worker(last, done, total)
         for key, score in (pair for scores in found.values() for pair in scores.items()):
             self.scores[key] += [] if score is None else [score]
         table = Table("victim", "attack", "images", f"mean {self.metric} so far", header_style="bold")
@@ -122,20 +99,6 @@ class RunDisplay:
             table.add_row(escape(victim), escape(attack), str(len(values)), mean)
         self.live.update(Group(table, self.bar) if self.scores else self.bar)
         self.live.start()
-
-    def _worker(self, last: "Result", done: int, total: int) -> None:
-        """Update the bar of the worker that a result came from, where there are several."""
-        images, speed = len(last.task.images), f"{len(last.task.images) / last.seconds:.2f}/s" if last.seconds else ""
-        known = self.workers.setdefault(last.worker, [None, 0])
-        known[1] += images
-        if len(self.workers) < 2:
-            return
-        share = (total - done) / len(self.workers)  # of the remaining images
-        for number, (name, worker) in enumerate(self.workers.items(), 1):
-            if worker[0] is None:
-                worker[0] = self.bar.add_task(f"worker {number} ({name})", total=0, speed="")
-            self.bar.update(worker[0], completed=worker[1], total=worker[1] + share)
-        self.bar.update(known[0], speed=speed)
 
 
 def _redraws() -> bool:
@@ -178,12 +141,8 @@ def run_display(*, quiet: bool) -> Iterator[RunDisplay]:
     """Show a run on standard error; if `quiet`, its warnings alone."""
     from privlab.training import listening  # this imports torch, which is slow
 
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
-        *(TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()),
-    )
-    bar = Progress(*columns, speed_estimate_period=600, auto_refresh=False)
-    bar.add_task("images", total=None, speed="")
+    bar = progress_of(speed_estimate_period=600, auto_refresh=False)
+    bar.add_task("images", total=None)
     live = Live(bar, console=err, refresh_per_second=4, transient=True)  # the whole table follows
     display = RunDisplay(quiet, bar, live)
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from privlab.cli.common import common, err, print_json, print_rows, warned
+from privlab.cli.common import WIDTH, common, err, print_json, print_rows, print_text, warned
 from privlab.cli.names import EXPLAINED, PATH
 
 
@@ -13,19 +13,38 @@ from privlab.cli.names import EXPLAINED, PATH
 @click.argument("what", type=click.Choice(["victims", "attacks", "defenses", "metrics", "experiments"]))
 @common
 def list_(what: str, as_json: bool) -> None:
-    """List what is installed, with papers, equations and the capabilities that attacks need."""
+    """List the victims, attacks, defenses, metrics or experiments."""
     from privlab.inventory.catalogue import catalogue
 
     with warned():
         rows = catalogue(what)
-    print_rows(rows, as_json)
+    if what != "attacks" or as_json:
+        print_rows(rows, as_json)
+        return
+    formatter = click.HelpFormatter(width=WIDTH)
+    for released, title in _RELEASED.items():
+        with formatter.section(title):
+            formatter.write_dl([(str(row["name"]), str(row["does"])) for row in rows if row["released"] == released])
+    click.echo(formatter.getvalue().lstrip())
+    print_text("`privlab explain NAME` prints what an attack needs, when it runs, and its paper; --json has all of it.")
+
+
+_RELEASED = {
+    "gradients": "Attacks on the gradient of a training step",
+    "update": "Attacks on the update of a client's round",
+    "features": "Attacks on the features of split learning",
+}
+"""The groups of `privlab list attacks`."""
 
 
 @click.command()
 @click.argument("name", type=EXPLAINED)
 @common
 def explain(name: str, as_json: bool) -> None:
-    """Print the page of an attack, a defense, a metric or a red flag, with measured figures and BibTeX."""
+    """Print the page of an attack, a defense, a metric or a red flag.
+
+    It has the measured figures and the BibTeX of the papers.
+    """
     from privlab.inventory.explain import explain as page_of
 
     page = page_of(name)
@@ -44,9 +63,14 @@ def explain(name: str, as_json: bool) -> None:
 @click.option("--lpips-weights", type=PATH, help="File or folder with LPIPS backbones.")
 @common
 def doctor(lpips_weights: Path | None, as_json: bool) -> None:
-    """Say what this machine has, and what is missing for which feature."""
+    """Check whether privlab can run here, and with which options."""
     from privlab.inventory import examine
 
     with err.status("examining"):
         rows = examine(lpips_weights)
+    if not as_json:
+        missing = [row["what"] for row in rows if row["state"] == "missing"]
+        optional = [row["what"] for row in rows if row["state"] == "optional"]
+        verdict = f"privlab cannot run here without {', '.join(missing)}." if missing else "privlab can run here."
+        print_text(f"{verdict} Optional, and not here: {', '.join(optional) or 'none'}.")
     print_rows(rows, as_json)

@@ -15,13 +15,13 @@ from privlab.cli.names import PATH, VICTIM
 
 @click.group(cls=Commands)
 def models() -> None:
-    """See which trained models are at hand, check them, fetch timm's and import files."""
+    """List, check, fetch and import trained models."""
 
 
 @models.command("list")
 @common
 def list_(as_json: bool) -> None:
-    """List the zoo, timm's models of our architectures, and what was imported; no network is asked."""
+    """List the models of the zoo, of timm and those that were imported, without a network."""
     from privlab.victims import models as found
 
     rows = found()

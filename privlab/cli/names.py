@@ -18,9 +18,9 @@ from privlab.inventory.explain import check_explained, known
 from privlab.metrics.names import metric_names
 from privlab.victims.names import (
     NORMALISATIONS,
-    check_normalisation,
     check_victim_name,
     check_weights_file,
+    normalisation_of,
     victim_names,
 )
 
@@ -106,6 +106,12 @@ def _check_embedding(text: str) -> None:
         raise PrivlabError(f"--embedding must be timm:NAME@FILE, with a file that is there. Found no file '{file}'.")
 
 
+def _check_one(text: str) -> None:
+    if len(models := several(text)) > 1:
+        raise PrivlabError(f"An audit has one victim. Found {len(models)}: {', '.join(models)}.")
+    check_victim_name(text)
+
+
 def _check_sent(text: str) -> None:
     for name in text.split("+"):
         check_name("defense", name, defenses())
@@ -132,6 +138,7 @@ _WEIGHTS = ("auto", "pretrained", "random")
 
 VICTIM = Checked(check_victim_name, victim_names)
 VICTIMS = Checked(_each(check_victim_name), victim_names, ",")
+ONE_VICTIM = Checked(_check_one, victim_names)
 CLASSIFIER = Checked(check_classifier_name, classifier_names)
 CLASSIFIERS = Checked(_each(check_classifier_name), classifier_names, ",")
 WEIGHTS = Checked(_check_weights, lambda: _WEIGHTS)
@@ -145,6 +152,6 @@ PART = Checked(_check_part, _parts)
 EXPERIMENT = Checked(lambda text: read_text(find_experiment(text), "experiment"), experiment_names)
 EXPLAINED = Checked(check_explained, known)
 DEVICE = Checked(check_device, lambda: ("auto", "cpu", "cuda"))
-NORMALISATION = Checked(check_normalisation, lambda: NORMALISATIONS)
+NORMALISATION = Checked(normalisation_of, lambda: NORMALISATIONS)
 LPIPS_WEIGHTS, EMBEDDING = Checked(_check_lpips_weights), Checked(_check_embedding)
 IMAGES, LABELS, MANIFEST_FILE = Checked(_check_source), Checked(_check_labels), Checked(_check_manifest)

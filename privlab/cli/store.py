@@ -12,6 +12,7 @@ from rich.table import Table
 
 from privlab.base import PrivlabError, plain_data
 from privlab.cli import common as shared
+from privlab.cli import options as option
 from privlab.cli.names import CLASSIFIERS, IMAGES, PATH, POSITIVE
 
 if TYPE_CHECKING:
@@ -26,14 +27,14 @@ _PICTURES = ("case", "attack", "images", "PSNR, median")
 
 @click.group(cls=shared.Commands)
 def store() -> None:
-    """Look into a directory of records, export it, merge several, and add what was measured elsewhere."""
+    """Show, check, export or merge the records of runs."""
 
 
 @store.command()
 @_DIRECTORY
 @shared.common
 def check(directory: Path, as_json: bool) -> int:
-    """Read every part; what is torn or foreign is set aside, and contradictions are reported."""
+    """Check every part of a run; set aside what is damaged or foreign, and report contradictions."""
     from privlab.base import collect_warnings
     from privlab.stores import check as checked
 
@@ -52,7 +53,7 @@ def check(directory: Path, as_json: bool) -> int:
 
 @store.command()
 @_DIRECTORY
-@click.option("--limit", type=POSITIVE, default=20, help="Rows to show.")
+@click.option("--limit", type=POSITIVE, default=20, help="Largest number of rows that are shown.")
 @shared.common
 def show(directory: Path, limit: int, as_json: bool) -> None:
     """Show records: what was run on which image, and how it scored."""
@@ -145,7 +146,7 @@ def add_external(directory: Path, file: Path, as_json: bool) -> None:
 @click.option("--out", type=PATH, help="The HTML file.  [default: DIRECTORY/report.html]")
 @shared.common
 def report(directory: Path, out: Path | None, as_json: bool) -> None:
-    """Write one self-contained HTML page on the run in DIRECTORY."""
+    """Write one self-contained HTML page about a run."""
     from privlab.report.page import write_page
     from privlab.report.tables import load_results
 
@@ -157,10 +158,10 @@ def report(directory: Path, out: Path | None, as_json: bool) -> None:
 @click.command()
 @click.argument("directory", type=PATH)
 @click.option("--out", type=PATH, help="Folder of the figures.  [default: DIRECTORY/figures]")
-@click.option("--format", "formats", default="pdf,svg", help="pdf, svg or png, with commas.")
+@click.option("--format", "formats", default="pdf,svg", help="Formats, separated by commas: pdf, svg, png.")
 @shared.common
 def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> None:
-    """Draw the figures that the experiment of the run in DIRECTORY asks for."""
+    """Draw the figures that the experiment of a run asks for."""
     from privlab.report.figures import write_figures
     from privlab.report.tables import load_results
 
@@ -176,25 +177,27 @@ def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> N
 
 @click.command()
 @click.argument("directory", type=PATH)
-@click.option("--candidates", type=IMAGES, help="Images that hold the private ones: a folder, a data set.")
-@click.option("--split", help="Of the candidates.")
+@click.option("--candidates", type=IMAGES, help="Images that include the private ones: a folder or a data set.")
+@click.option("--split", help="Split of the candidates.")
 @click.option(
     "--by",
     type=click.Choice(["image", "class"]),
     default="image",
-    help="Find the private image, or its class (a person's folder) by the other images of it.",
+    help="Find the private image itself, or its class (a person's folder) by other images of the class.",
 )
 @click.option(
     "--compare",
     type=click.Choice(["pictures", "releases"]),
     default="pictures",
-    help="Pictures that the run kept, or gradients and updates, made again, with those of candidates.",
+    help="Compare the pictures that the run kept, or its gradients or updates, with those of candidates.",
 )
 @click.option("--among", metavar="N,…", help="Numbers of candidates.  [default: 10, 100 and all]")
-@click.option("--embedding", metavar="timm:NAME@FILE", help="A network whose features are compared too.")
-@click.option("--classifier", type=CLASSIFIERS, help="Another network than the attacked one, to say the class.")
-@click.option("--weights", default="auto", help="Of --classifier.")
-@shared.device_option
+@click.option(
+    "--embedding", metavar="timm:NAME@FILE", help="Network whose features are compared too, with its weights."
+)
+@click.option("--classifier", type=CLASSIFIERS, help="Network that names the class, in place of the attacked one.")
+@click.option("--weights", default="auto", help="Weights of --classifier.")
+@option.device()
 @shared.common
 def identify(
     directory: Path,
@@ -209,7 +212,10 @@ def identify(
     device: str,
     as_json: bool,
 ) -> None:
-    """Say whether pictures or releases of the run in DIRECTORY still show whose image it was, and its class."""
+    """Test whether the images of a run still show whose they are.
+
+    It compares the pictures or the releases of the run in DIRECTORY with candidates, and names their class.
+    """
     from privlab.base import pick_device, read_numbers
     from privlab.experiments.training.classifiers import classifier as classifier_of
     from privlab.images import open_images

@@ -6,47 +6,61 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import cloup
 from rich.markup import escape
 from rich.table import Table as RichTable
 
 from privlab.base import PrivlabError
 from privlab.cli import common as shared
-from privlab.cli.live import ENGINE_OPTIONS, engine_options, run_display
-from privlab.cli.names import EFFORT, EXPERIMENT, FROM_ZERO, IMAGES, PATH, WEIGHTS
+from privlab.cli import options as option
+from privlab.cli.live import ENGINE_OPTIONS, run_display
+from privlab.cli.names import EXPERIMENT, FROM_ZERO, PATH
 
 if TYPE_CHECKING:
     from privlab.grids import Grid, Options, Task
     from privlab.report.tables import Results
 
+_INSTEAD = "as in `privlab attack`.  [default: the experiment's]"
 FORMATS = ("latex", "csv", "markdown", "json")
 
 
-@click.command()
-@click.argument("experiment", type=EXPERIMENT)
-@click.option("--plan", is_flag=True, help="Show the cells and what is done; run nothing.")
-@click.option("--measure", is_flag=True, help="With --plan: run one image of each kind, and say what the rest costs.")
-@click.option("--format", "format_", type=click.Choice(FORMATS), help="Print the table so.  [default: for a terminal]")
-@click.option("--standalone", is_flag=True, help="With --format latex: a whole document.")
-@click.option("--all-attacks", is_flag=True, help="A row for every attack and control too.")
-@click.option(
-    "--images", type=IMAGES, multiple=True, help="Instead of the experiment's: samples, a folder, files, a data set."
+@cloup.command()
+@cloup.argument("experiment", type=EXPERIMENT, help="A TOML file, or a name of `privlab list experiments`.")
+@cloup.option_group(
+    "Experiment",
+    option.set_(metavar="TABLE.KEY=VALUE", help="Replace a value of the file; repeat it for more."),
+    cloup.option("--plan", is_flag=True, help="Show the cells, and how many images of each are done; run nothing."),
+    cloup.option("--measure", is_flag=True, help="With --plan: run one image of each kind, and estimate the time."),
 )
-@shared.choice_options
-@click.option("--effort", type=EFFORT, help="Instead of the experiment's: quick, standard or full.")
-@click.option("--weights", type=WEIGHTS, help="Instead of the experiment's: auto, pretrained, random, or a file.")
-@click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
-@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Override the file; repeat it.")
-@click.option("--out", type=PATH, help="Directory of the run.  [default: runs/NAME]")
-@engine_options("Processes.", 1)
-@click.option("--shard", default="1/1", metavar="I/N", help="Run one of N shares of the images.")
-@click.option("--chunk", type=int, default=16, help="Images of a task.")
-@click.option("--pictures", type=FROM_ZERO, default=100, help="Keep PNGs of N images.")
-@click.option("--keep", type=click.Choice(["reconstructions"]), help="Keep what later metrics are scored from.")
-@click.option("--retry-failed", is_flag=True, help="Try images again that failed.")
-@click.option("--compare", type=PATH, help="Say what moved against another run.")
-@shared.device_option
-@click.option("--batch-size", type=int, help="Images at a time.  [default: 8 on a CPU, 64 on a GPU]")
-@shared.common
+@cloup.option_group("Victim", option.weights(default=None, help=f"Weights: {_INSTEAD}"))
+@cloup.option_group("Data", option.images(default=(), help=f"Private images: {_INSTEAD}"), *option.CHOICE)
+@cloup.option_group("Adversary", option.effort(default=None, help=f"How much the attacks try: {_INSTEAD}"))
+@cloup.option_group("Scores", option.lpips_weights())
+@cloup.option_group(
+    "Output",
+    cloup.option(
+        "--format", "format_", type=click.Choice(FORMATS), help="Format of the table.  [default: for a terminal]"
+    ),
+    cloup.option("--standalone", is_flag=True, help="With --format latex: print a whole document."),
+    cloup.option("--all-attacks", is_flag=True, help="Show a row for every attack and control."),
+    cloup.option("--compare", type=PATH, help="Also print what differs from another run."),
+    option.out(help="Directory of the run.  [default: runs/NAME]"),
+    cloup.option("--pictures", type=FROM_ZERO, default=100, help="Number of images whose PNGs are kept."),
+    cloup.option("--keep", type=click.Choice(["reconstructions"]), help="Keep what later metrics can be scored from."),
+    option.quiet(),
+    option.json_(),
+)
+@cloup.option_group(
+    "Execution",
+    option.device(),
+    option.batch_size(default=None, type=int, help="Images at a time.  [default: 8 on a CPU, 64 on a GPU]"),
+    option.workers(default=1, type=int, help="Number of processes."),
+    *option.ENGINE[1:],
+    cloup.option("--shard", default="1/1", metavar="I/N", help="Run one of N shares of the images."),
+    cloup.option("--chunk", type=int, default=16, help="Number of images in each task."),
+    cloup.option("--retry-failed", is_flag=True, help="Try images again that failed."),
+)
+@option.debug()
 def table(
     experiment: str,
     plan: bool,
@@ -55,13 +69,12 @@ def table(
     standalone: bool,
     all_attacks: bool,
     images: tuple[str, ...],
-    overrides: tuple[str, ...],
     out: Path | None,
     compare: Path | None,
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> int:
-    """Run what EXPERIMENT (a TOML file, or a name of `privlab list experiments`) still lacks, and print its table."""
+    """Run what an experiment still lacks, and print its table."""
     from privlab.experiments.tables.named import find_experiment
     from privlab.grids import CHOICE, prepare, read_experiment
     from privlab.grids.fill import fill
@@ -70,52 +83,51 @@ def table(
         raise PrivlabError("--measure says what a --plan costs. Give both, or neither.")
     file = find_experiment(experiment)
     named = {name: options.pop(name) for name in (*CHOICE, "effort", "weights", "lpips_weights")}
-    parsed = read_experiment(file, overrides, images=list(images) or None, **named)
+    parsed = read_experiment(file, options.pop("options"), images=list(images) or None, **named)
     path, how = out or Path("runs", parsed.name), _options(options)
     if plan:
         with shared.warned():
             _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
         return 0
     from privlab.report.tables import load_results  # a plan does not need it, and its imports take seconds
-    from privlab.stores import RunDirectory
 
     with shared.warned():
         other = None if compare is None else load_results(compare)
         if other is not None and "unscored" in other.facts:
             raise PrivlabError(f"--compare needs a run with scores. '{compare}' is an audit without a private image.")
-        grid, tasks = prepare(parsed, path, how)
-    run = RunDirectory.create(path, resume=True)
-    command = shared.command_line(click.get_current_context())
-    with shared.interruptible(lambda: shared.kept(path)), run_display(quiet=options["quiet"]) as shown:
-        messages = fill(
-            *(grid, tasks, run, how),
-            command=command,
+    with (
+        shared.interruptible(lambda: shared.kept(path)),
+        run_display(quiet=options["quiet"]) as shown,
+        shared.warned(),
+    ):
+        fill(
+            *(*prepare(parsed, path, how), path, how),
+            command=shared.command_line(click.get_current_context()),
             say=lambda line: shared.err.print(line, markup=False),
             warn=shown.warn,
             progress=shown.progress,
         )
-    for message in messages:
-        shown.warn(message)
     with shared.warned():
         results = load_results(path)
     form = "json" if as_json else format_
     status = _print_results(results, form, standalone, all_attacks, other)
     untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
-    if len(untrained) and all(job.spec.weights == "auto" for job in grid.jobs):
-        settings = (job.setting for job in grid.jobs)
+    specs = [spec for case in parsed.cases for spec in case.runs]
+    if len(untrained) and all(spec.weights == "auto" for spec in specs):
+        settings = (spec.settings[0] for spec in specs)
         shared.print_on_trained(shared.table_on_trained(experiment, untrained, settings), machine=form is not None)
     return status
 
 
 def _options(given: dict[str, Any]) -> "Options":
-    from privlab.grids import Engine, Options, Share
+    from privlab.grids import Engine, Options
 
     number, slash, count = given["shard"].partition("/")
     if not (slash and number.isdecimal() and count.isdecimal()):
         raise PrivlabError(f"--shard must be I/N, such as 1/4. Found '{given['shard']}'.")
     engine = Engine(*(given[name] for name in ENGINE_OPTIONS))
     as_given = {name: given[name] for name in ("device", "batch_size", "chunk", "pictures", "retry_failed")}
-    return Options(engine=engine, keep=given["keep"] is not None, share=Share(int(number), int(count)), **as_given)
+    return Options(engine=engine, keep=given["keep"] is not None, share=(int(number), int(count)), **as_given)
 
 
 def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure: bool) -> None:

@@ -22,7 +22,7 @@ from privlab.release import (
     trained_parameters,
     update_capabilities,
 )
-from privlab.release.gradients import obstacles
+from privlab.release.releases import obstacles
 from privlab.threat import (
     Attack,
     AttackClass,

@@ -1,17 +1,17 @@
-"""What the clients of one batch feed and send in one setting, and what a reconstruction is compared with."""
+"""The private images of one batch: their labels, their random draws, and which of them are attacked together."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from privlab.base import draw_for, full_precision, warn
 from privlab.evaluation.records import Record
 from privlab.images import Chunk, NamedImage, Preprocessing, apart_from, common, problem_of_label
-from privlab.threat import FeatureObservation, Feed, Observation, Sent
+from privlab.threat import FeatureObservation, Observation
 from privlab.victims import VictimModel
 
 Seen = Observation | FeatureObservation
@@ -84,17 +84,11 @@ class Batch:
         return {} if together is None else {"batch": self.key, "batch_images": len(self.named)}
 
 
-def taken(seen: Observation, releases: Sequence[int]) -> Observation:
-    """Return the observation of some of the releases."""
-    return replace(seen, gradients={name: g[releases] for name, g in seen.gradients.items()})
-
-
 def each_release(rows: list[int], seen: Seen) -> list[tuple[list[int], Seen]]:
-    """Return a group of `attacked_together` as groups of one release each; features are one release."""
-    if not isinstance(seen, Observation):
-        return [(rows, seen)]
-    B = seen.images_per_release
-    return [(rows[i : i + B], taken(seen, [i // B])) for i in range(0, len(rows), B)]
+    """Return a group of `attacked_together` as groups of one release each."""
+    releases = seen.each()
+    B = len(rows) // len(releases)
+    return [(rows[i * B : (i + 1) * B], release) for i, release in enumerate(releases)]
 
 
 def attacked_together(
@@ -126,7 +120,7 @@ def attacked_together(
     if groups.keys() == {None}:
         return [(every, seen)]
     return [
-        ([r * B + i for r in own for i in range(B)], replace(taken(seen, own), photographs=names))
+        ([r * B + i for r in own for i in range(B)], replace(seen.take(own), photographs=names))
         for names, own in groups.items()
     ]
 
@@ -187,22 +181,3 @@ def _labels_of(named: Sequence[NamedImage], classes: int) -> Int[Tensor, " b"] |
         else:
             row[list(image.targets) if image.targets is not None else image.label] = 1
     return labels
-
-
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """One setting of one batch: what is fed and sent, and what a reconstruction is compared with.
-
-    `known` marks the slots that the adversary knows to hold their own patch; it is None where the release does not say.
-    """
-
-    setting: str
-    feed: Feed
-    reference: Float[Tensor, "b c h w"]
-    sent: Sent | None = None  # None: gradients are released
-    known: Bool[Tensor, "b n"] | None = None
-
-    def take(self, rows: Sequence[int]) -> "Trial":
-        """Return the trial of some of the images, whose gradients are released."""
-        known = None if self.known is None else self.known[rows]
-        return Trial(self.setting, self.feed.take(rows), self.reference[rows], known=known)

@@ -1,7 +1,12 @@
 """One attack on one batch: it may come from another package, so what it returns is checked before it is used."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from privlab.base import PrivlabError, full_precision, memory_ended
@@ -14,7 +19,69 @@ from privlab.threat import (
     Observation,
     Reconstruction,
     attack_declarations,
+    check_capabilities,
 )
+
+T = TypeVar("T")
+
+
+class ObservationChanged(PrivlabError):
+    """The error of an attack that changed the model or what was released."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """One attack on an observation: what it reconstructed, and the seconds it took; or why it failed.
+
+    `beyond` says for each release why it is outside the range in which the attack is exact; None where it is within.
+    """
+
+    reconstruction: Reconstruction | None
+    seconds: float = 0.0
+    reason: str | None = None
+    beyond: tuple[str | None, ...] = ()
+
+
+def timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """Return a result and the seconds it took, with the device's queue finished before and after."""
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    wait()
+    start = time.perf_counter()
+    result = work()
+    wait()
+    return result, time.perf_counter() - start
+
+
+def attempt(
+    attack: Attack | FeatureAttack,
+    seen: Observation | FeatureObservation,
+    run: Callable[[Callable[[], Reconstruction]], tuple[Reconstruction, float]] | None = None,
+    *,
+    force: bool = False,
+) -> Attempt:
+    """Run an attack, and return what came of it; an attack may fail in any way, and the run goes on.
+
+    An error is not passed on: its traceback would hold the tensors of the batch.
+
+    Args:
+        attack: reads an observation of this kind.
+        seen: what was released.
+        run: calls its argument, and returns the result with the seconds that it took; None for `timed`.
+        force: whether the attack may run without a capability that can be forced.
+    """
+    beyond: tuple[str | None, ...] = ()
+    try:
+        if Capability.AUXILIARY_IMAGES in attack.requires:  # all may be private here, and there are none then
+            check_capabilities(attack, seen.grants, force=force)
+        read = as_read(attack, seen)
+        beyond = tuple(beyond_range(attack, release) for release in read.each())
+        foreign = not type(attack).__module__.startswith("privlab.attacks.")
+        with unchanged(read) if foreign else nullcontext():
+            measured = run or (lambda work: timed(work, seen.model.mean.device))
+            reconstruction, seconds = measured(lambda: attack_batch(attack, read))
+    except Exception as error:
+        return Attempt(None, reason=reason_of(attack, error), beyond=beyond)
+    return Attempt(reconstruction, seconds, beyond=beyond)
 
 
 def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Reconstruction:
@@ -27,7 +94,12 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
         PrivlabError: if it returns anything else; what the attack itself raises goes on.
     """
     with full_precision():
-        reconstruction = Reconstruction.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
+        made: Any = attack(seen)  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
+    if not isinstance(made, Tensor | Reconstruction):
+        raise PrivlabError(f"the attack returned {type(made).__name__} instead of a tensor or a Reconstruction")
+    reconstruction = Reconstruction.of(made)
+    if (found := reconstruction.images.device) != (device := seen.model.mean.device):
+        raise PrivlabError(f"the attack returned images on {found} instead of {device}")
     if isinstance(seen, FeatureObservation):
         count = len(seen.features)
     else:
@@ -35,6 +107,37 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
         count = len(next(iter(seen.gradients.values()))) * (1 if alone else seen.images_per_release)
     check_reconstruction(reconstruction.images, (count, *seen.model.image_shape))
     return reconstruction
+
+
+@contextmanager
+def unchanged(seen: Observation | FeatureObservation) -> Iterator[None]:
+    """Put back what an attack of somebody else changes of an observation in place, as other attacks read it too.
+
+    Raises:
+        ObservationChanged: if it changed the model or what was released.
+    """
+    model = seen.model
+    released = {"features": seen.features} if isinstance(seen, FeatureObservation) else seen.gradients
+    before = [(tensor, tensor.detach().clone()) for tensor in (*model.state_dict().values(), *released.values())]
+    modes = [(module, module.training) for module in model.modules()]
+    followed = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        changed = [(tensor, own) for tensor, own in before if not torch.equal(tensor, own)]
+        changed_modes = [(module, mode) for module, mode in modes if module.training != mode]
+        changed_parameters = [(parameter, mode) for parameter, mode in followed if parameter.requires_grad != mode]
+        with torch.no_grad():
+            for tensor, own in changed:
+                tensor.copy_(own)
+        for module, mode in changed_modes:
+            module.training = mode
+        for parameter, mode in changed_parameters:
+            parameter.requires_grad_(mode)
+    if changed or changed_modes or changed_parameters:
+        raise ObservationChanged(
+            "the attack changed the model or what was released: let it change a copy (copy.deepcopy)"
+        )
 
 
 def reason_of(attack: Attack | FeatureAttack, error: Exception) -> str:

@@ -22,11 +22,12 @@ from privlab.evaluation.specification import (
     options_stated,
     part_of,
     reassembly_of,
+    shuffles,
 )
 from privlab.images import NamedImage, as_text, one_line
 from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
-from privlab.release import effects_of, kinds_of
+from privlab.release import kinds_of
 from privlab.threat import Attack, FeatureAttack, Stack
 from privlab.victims import Victim
 
@@ -154,8 +155,7 @@ class Rows:
 
     def shuffled(self, setting: str) -> bool:
         """Return whether gradients of shuffled patches with borders are released."""
-        moved = effects_of(self.base.model, self.defenses[setting].parts).patches != "kept"
-        return moved and not self.spec.features_released and self.base.model.patch >= 3
+        return shuffles(self.spec.client_release, self.base.model, self.defenses[setting])
 
     def control(self, image: NamedImage, setting: str, name: str) -> Record:
         """Return the row of one image under a negative control, one of `CONTROLS`, in place and without scores.

@@ -1,4 +1,4 @@
-"""The scores of a reconstruction in every geometry, that is, every layout of its patches before the comparison."""
+"""The scores of a reconstruction in every geometry, that is, every layout of its patches, and what it explains."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,8 @@ from torch import Tensor
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
 from privlab.attacks.solvers import NoisyGradients, shares_mask
 from privlab.base import full_precision, warn
-from privlab.evaluation.batch import Trial
+from privlab.evaluation.batch import Seen
+from privlab.evaluation.observing import Trial
 from privlab.evaluation.records import GEOMETRIES
 from privlab.metrics import (
     MIRRORED,
@@ -30,8 +31,10 @@ from privlab.metrics import (
 )
 from privlab.patches import permute, slots_to_pixels
 from privlab.reassembly import Borders, Reassembly, rearrange
-from privlab.release import effects_of
-from privlab.threat import Observation, Reconstruction, Sent
+from privlab.release import effects_of, labels_that_rise, undecayed
+from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
+from privlab.release.labels import label_of_update
+from privlab.threat import Observation, Reconstruction, Sent, Stack
 from privlab.victims import VictimModel
 
 Scores = dict[str, list[float | None]]
@@ -39,6 +42,7 @@ Scores = dict[str, list[float | None]]
 
 Reassembled = tuple[Scores, Float[Tensor, "b c h w"]]
 """The scores of images whose patches the adversary put in order, and these images."""
+
 
 UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is black"}
 """The reason why a metric may have no value for an image although it can be computed here."""
@@ -221,6 +225,45 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     if not hidden or not read or not shares_mask(seen):
         return None
     return (~NoisyGradients.of(seen).silent_slots).repeat_interleave(seen.images_per_release, 0)
+
+
+def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float | None:
+    """Return the share of a release that reconstructions explain, of clients with one image each; None for others.
+
+    None too where the attacks read the head alone, which many images explain, where a defense of images made draws that
+    nobody can repeat, and where filters leave no entry exact.
+
+    The adversary can compute it: it takes public settings, and the label that the update tells. Of a mean of several
+    clients, and where the head's bias is not released, the classes are tried whose logits of an image rise most
+    (`labels_that_rise`), of a mean of K beside the K whose biases moved most as those of labels. The largest share
+    counts.
+
+    `images` are the reconstructions of release i, those of all its clients.
+
+    Args:
+        seen: the observation of several releases.
+        images: the reconstructions of one release, those of all its clients.
+        i: the number of the release.
+    """
+    if not isinstance(seen, Observation) or seen.client is None or seen.client.images > 1:
+        return None
+    if not seen.client.has_labels or not tells_images(seen) or Stack(tuple(seen.defense)).changes_images:
+        return None
+    own = seen.take([i])
+    label = label_of_update(own) if len(images) == 1 else None
+    update = {name: u[0] for name, u in own.gradients.items()}
+    rising = (labels_that_rise(seen.model, update, x[None]) for x in images)
+    labels = [[label]] if label is not None else list(rising)
+    if len(images) > 1:
+        if "head.bias" in update:  # of a mean of K it falls at their labels, and rises nearly everywhere else
+            bias = undecayed(seen.model, {"head.bias": update["head.bias"]}, seen.client)["head.bias"]
+            fall = bias.argsort()[: len(images)].tolist()
+            labels = [list(dict.fromkeys([*rise, *fall])) for rise in labels]
+        return explained_share(residual_of_clients(own, images, labels))
+    targets: list[int | Tensor] = [*labels[0]]
+    if seen.client.loss == "binary" and (several := soft_targets(own, images)) is not None:
+        targets.append(several)  # an image may have any number of classes
+    return explained_share(min(residual(own, images, each) for each in targets))
 
 
 def _numbers(counts: Tensor | None, b: int) -> list[float | None]:

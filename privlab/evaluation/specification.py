@@ -14,7 +14,7 @@ from privlab.evaluation.own import source_sha256
 from privlab.images import Data, check_bit_depth, check_choice
 from privlab.metrics.names import LPIPS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
-from privlab.release import AnyDefense, contradictions
+from privlab.release import AnyDefense, contradictions, effects_of
 from privlab.threat import (
     CLIENT_PRESETS,
     Attack,
@@ -23,12 +23,16 @@ from privlab.threat import (
     Client,
     DefenseClass,
     FeatureAttack,
+    Features,
+    Gradient,
+    Release,
     Stack,
+    Update,
     acts_on,
     attack_declarations,
     defense_declarations,
 )
-from privlab.victims import Victim
+from privlab.victims import Victim, VictimModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +170,17 @@ class Specification:
         return configure(Client, client_options(self.options), given)
 
     @property
+    def client_release(self) -> Release:
+        """Return what the clients release."""
+        if self.features_released:
+            return Features(self.cut_layer, self.client_batch)
+        return Gradient(self.gradient_batch) if self.local_training is None else Update(self.local_training)
+
+    @property
     def together(self) -> int | None:
         """Return how many images are released as one, and attacked as one; None where each is released by itself."""
-        if self.features_released:
-            return self.client_batch
-        images = self.gradient_batch if self.local_training is None else self.local_training.released_images
-        return images if images > 1 else None
+        release = self.client_release
+        return release.images if isinstance(release, Features) or release.images > 1 else None
 
     @property
     def _acts_on(self) -> dict[str, str]:
@@ -292,15 +301,15 @@ def _of_unknown(name: str, optimiser: str) -> str:
     """Return what to do where a server does not know a setting of a client that trains by this optimiser."""
     if name == "client.weight_decay" and optimiser == "sgd":
         return (
-            "with --update leave it out, and it is fitted; without, state what the client trains with, which "
+            "in `privlab audit update` leave it out, and it is fitted; else state what the client trains with, which "
             "patch-update does not read with --set patch-update.decay=fitted"
         )
     if name == "client.weight_decay":
         default = " (torch's default is 0.01)" if optimiser == "adamw" else ""
         return f"no attack fits the decay of {optimiser}, so state the likeliest{default}"
     if name == "client.lr":
-        return "state the likeliest rate; an audit of one image by --update fits another where that cannot be"
-    return "state the likeliest value; an audit of one image and SGD by --update says if no image explains it"
+        return "state the likeliest rate; `privlab audit update` of one image fits another where that cannot be"
+    return "state the likeliest value; `privlab audit update` of one image and SGD says if no image explains it"
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
@@ -321,6 +330,20 @@ def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
         return Stack((Undefended(),))
     automatic = "mjp" if victim.has_mjp else "none" if spec.features_released else "jigsaw"
     return Stack(tuple(_defense(automatic if part == "auto" else part, spec, victim) for part in spec.parts))
+
+
+def shuffles(release: Release, model: VictimModel, defense: Stack) -> bool:
+    """Return whether gradients of shuffled patches with borders are released.
+
+    Patches of less than 3 × 3 pixels have no borders by which they could be put in order.
+
+    Args:
+        release: what the clients release.
+        model: the victim's model.
+        defense: the defenses at work.
+    """
+    moved = effects_of(model, defense.parts).patches != "kept"
+    return moved and not isinstance(release, Features) and model.patch >= 3
 
 
 def part_of(part: str | AnyDefense, spec: Specification) -> AnyDefense:

@@ -60,7 +60,7 @@ def weights_of(message: Message, sender: str, names: Collection[str] | None = No
 
 
 def record(before: Message, after: Message, folder: Path, round_: int | None, node: int) -> None:
-    """Record an update in `folder/round-R/node-N`, as `privlab attack --update` reads it.
+    """Record an update in `folder/round-R/node-N`, as `privlab audit update` reads it.
 
     Beside an earlier record, of another federation, the folder is `node-N-2`, and so on. What cannot be recorded is
     logged in one line, and disturbs no training.

@@ -19,7 +19,7 @@ from privlab.victims import victim
 
 
 class RecordMod:
-    """Record what a client receives and returns in each round, as files that `privlab attack --update` audits.
+    """Record what a client receives and returns in each round, as files that `privlab audit update` reads.
 
         app = ClientApp(mods=[RecordMod("updates")])
 

@@ -1,6 +1,6 @@
 """The installed victims, attacks, defenses, metrics and experiments, as rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from privlab.attacks import attacks
@@ -8,17 +8,22 @@ from privlab.base import warn
 from privlab.defenses import defenses
 from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import read_experiment
+from privlab.inventory.texts import docstrings
 from privlab.metrics import METRICS, PLACEMENT
 from privlab.metrics.names import LPIPS
-from privlab.threat import acts_on, attack_declarations
+from privlab.threat import Capability, acts_on, attack_declarations
 from privlab.victims import ARCHITECTURES, ZOO, victim_names
 
 Listing = Mapping[str, object]
 
+_RELEASED = ((Capability.CLIENT_UPDATE, "update"), (Capability.RELEASED_FEATURES, "features"))
+"""What an attack is for that needs a capability; others are for gradients, and may read updates too."""
+
 
 def catalogue(what: str) -> list[Listing]:
     """Return the rows of "victims", "attacks", "defenses", "metrics" or "experiments"."""
-    return _ROWS[what]()
+    kinds = {"victims": _victims, "attacks": _attacks, "defenses": _defenses, "metrics": _metrics}
+    return (kinds | {"experiments": _experiments})[what]()
 
 
 def _victims() -> list[Listing]:
@@ -37,9 +42,11 @@ def _attacks() -> list[Listing]:
     return [
         {
             "name": name,
+            "released": next((what for capability, what in _RELEASED if capability in kind.requires), "gradients"),
+            "does": docstrings(name)[0].summary,
             "paper": kind.paper,
             "needs": ", ".join(sorted(capability.value for capability in kind.requires)),
-            "reads": ", ".join(declared.parameters or ("the sent features",)),
+            "reads": ", ".join(declared.parameters or declared.if_released or ("the sent features",)),
             "runs": "if named" if declared.named_only else f"from effort {declared.effort}",
         }
         for name, kind in attacks().items()
@@ -82,12 +89,3 @@ def _experiments() -> list[Listing]:
     return [
         {"name": e.name, "title": e.title, "published figures": e.source or "", "cases": len(e.cases)} for e in found
     ]
-
-
-_ROWS: dict[str, Callable[[], list[Listing]]] = {
-    "victims": _victims,
-    "attacks": _attacks,
-    "defenses": _defenses,
-    "metrics": _metrics,
-    "experiments": _experiments,
-}

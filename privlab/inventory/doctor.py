@@ -1,4 +1,4 @@
-"""The packages, hardware and weights of this machine, and what is missing for which feature."""
+"""The packages, hardware and weights of this machine, and which features need those that are not there."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _USES = {"lpips": "the metrics lpips_*"}
 
 
 def examine(lpips_weights: Path | None = None) -> list[Finding]:
-    """Return a row for each feature: what it is, "ok" or "missing", what was found, and what it is needed for."""
+    """Return a row for each part: what, its state ("ok", "missing" or "optional"), what was found, its use."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return [
         *(
@@ -43,7 +43,8 @@ def examine(lpips_weights: Path | None = None) -> list[Finding]:
 
 
 def _row(what: str, there: bool, found: str, use: str) -> Finding:
-    return {"what": what, "state": "ok" if there else "missing", "found": found, "needed for": use}
+    state = "ok" if there else "missing" if use == "everything" else "optional"
+    return {"what": what, "state": state, "found": found, "needed for": use}
 
 
 def _extra(name: str, use: str) -> Finding:

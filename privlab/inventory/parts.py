@@ -1,7 +1,8 @@
 """The pages of attacks and defenses, from their docstrings and from what they declare."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from privlab.attacks import attacks
@@ -31,8 +32,7 @@ def attack_page(name: str) -> Explanation:
     needs = [f"- {each.meaning} (`{each.value}`)" for each in Capability if each in kind.requires]
     example = said.get("Example") or _attack_example(name, kind, declared)
     sections = {
-        "The idea": said.get("Idea", ""),
-        "Algorithm": _algorithm(docs),
+        **_first_sections(docs),
         "What it needs": "\n".join(needs),
         "What it reads": _reads(declared),
         "What it knows": knows,
@@ -41,38 +41,45 @@ def attack_page(name: str) -> Explanation:
         "When it runs": _runs(declared),
         **_last_sections(name, kind, docs, example),
     }
-    flow = _attack_flow(_list(said, "Steps", " → "), kind, declared)
+    steps = [Box("adversary", step) for step in _list(said, "Steps", " → ")]
+    flow = (*_attacked(kind, declared), *steps) if steps else ()
     return Explanation("attack", name, docs[0].summary, sections, _list(said, "Studies", ", "), flow)
 
 
 def defense_page(name: str) -> Explanation:
     """Return the page of a defense."""
     kind, docs = defenses()[name], docstrings(name)
-    declared = defense_declarations(kind()) if all(map(_has_default, fields(kind))) else DefenseDeclarations()
+    options = signature(kind).parameters.values()
+    unset = any(option.default is option.empty for option in options)
+    declared = DefenseDeclarations() if unset else defense_declarations(kind())
     acts_as, said = declared.acts_as, docs[0].sections
     effects = [
         f"- {each.name}: {getattr(acts_as, each.name)}"
         for each in (fields(Effects) if isinstance(acts_as, Effects) else ())
         if getattr(acts_as, each.name) != each.default
     ]
-    against = tuple(
-        attack for attack, each in attacks().items() if name in attack_declarations(each).knows and name != "none"
-    )
+    against = [attack for attack, each in attacks().items() if name in attack_declarations(each).knows]
     few = " --limit 8" if acts_on(kind) == "features" else ""
     few = " --release features --limit 8" if acts_on(kind) == "images" and declared.mixes else few
     example = said.get("Example") or f"privlab attack --model cifar_vit --defense {name}{few}"
+    known_by = ", ".join(f"`{each}`" for each in against) or "No attack declares that it does."
     sections = {
-        "The idea": said.get("Idea", ""),
-        "Algorithm": _algorithm(docs),
+        **_first_sections(docs),
         "What it acts on": f"It acts on {acts_on(kind)}.",
         "Effects that it declares": "\n".join(effects),
-        "Attacks that know it": ", ".join(f"`{each}`" for each in against)
-        or ("" if name == "none" else "No attack declares that it does."),
+        "Attacks that know it": "" if name == "none" else known_by,
         "Fails if": said.get("Fails if", ""),
         **_last_sections(name, kind, docs, example),
     }
-    flow = _defense_flow(_list(said, "Steps", " → "), kind, against)
+    steps = [Box("client", step) for step in _list(said, "Steps", " → ")]
+    flow = (*steps, *_defended_release(kind, against)) if steps else ()
     return Explanation("defense", name, docs[0].summary, sections, _list(said, "Studies", ", "), flow)
+
+
+def _first_sections(docs: tuple[Docstring, ...]) -> dict[str, str]:
+    """Return what the pages of an attack and of a defense begin with."""
+    algorithm = "\n\n".join(each.text for each in docs if each.text)
+    return {"The idea": docs[0].sections.get("Idea", ""), "Algorithm": algorithm}
 
 
 def _last_sections(name: str, kind: Any, docs: tuple[Docstring, ...], example: str) -> dict[str, str]:  # noqa: ANN401
@@ -92,29 +99,16 @@ def _list(sections: Mapping[str, str], title: str, separator: str) -> tuple[str,
     return tuple(filter(None, sections.get(title, "").split(separator)))
 
 
-def _algorithm(docs: tuple[Docstring, ...]) -> str:
-    return "\n\n".join(each.text for each in docs if each.text)
-
-
 def _options(kind: Any) -> str:  # noqa: ANN401
     """Return a line for each option: its name, its default and its meaning, which may stand in a base's docstring."""
     meanings: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         meanings |= parse_docstring(each.__doc__ or "").arguments
-    return "\n".join(
-        f"- `{f.name}`, by default {_default(f)}: {meanings.get(f.name, 'not described')}".rstrip(".") + "."
-        for f in fields(kind)
-        if f.init
-    )
-
-
-def _has_default(option: Field[Any]) -> bool:
-    return option.default is not MISSING or option.default_factory is not MISSING
-
-
-def _default(option: Field[Any]) -> str:
-    value = option.default if option.default is not MISSING else None
-    return f"`{value}`" if value not in ("", None, ()) else "none"
+    lines = []
+    for name, option in signature(kind).parameters.items():
+        default = "none" if option.default in (option.empty, "", None, ()) else f"`{option.default}`"
+        lines.append(f"- `{name}`, by default {default}: {meanings.get(name, 'not described').rstrip('.')}.")
+    return "\n".join(lines)
 
 
 def _names(names: Iterable[str], link: str = ", ") -> str:
@@ -159,10 +153,8 @@ def _defended(knows: frozenset[str]) -> str:
     return next((f" --defense {name}" for name in (*rows, *gradients) if name in knows), undefended)
 
 
-def _attack_flow(steps: Sequence[str], kind: AttackClass, declared: AttackDeclarations) -> tuple[Box, ...]:
-    """Return the boxes of an attack, or none if its docstring has no steps."""
-    if not steps:
-        return ()
+def _attacked(kind: AttackClass, declared: AttackDeclarations) -> tuple[Box, Box]:
+    """Return the boxes before the steps of an attack: what the client does, and what it releases."""
     if Capability.EMBEDDED_ROWS in kind.requires:
         client, released = "embed the image: rows W x + b + e", "the rows of features"
     elif Capability.RELEASED_FEATURES in kind.requires:
@@ -171,13 +163,11 @@ def _attack_flow(steps: Sequence[str], kind: AttackClass, declared: AttackDeclar
         client, released = "train on the image for a round", f"the update of {_parameters(declared)}"
     else:
         client, released = "image, loss ℓ, gradient", f"the gradients of {_parameters(declared)}"
-    return (Box("client", client), Box("released", released), *(Box("adversary", step) for step in steps))
+    return Box("client", client), Box("released", released)
 
 
-def _defense_flow(steps: Sequence[str], kind: DefenseClass, attacks: tuple[str, ...]) -> tuple[Box, ...]:
-    """Return the boxes of a defense, or none if its docstring has no steps."""
-    if not steps:
-        return ()
+def _defended_release(kind: DefenseClass, attacks: Sequence[str]) -> tuple[Box, Box]:
+    """Return the boxes behind the steps of a defense: what is released, and the attacks that know it."""
     released = {
         "images": "gradients or features of that image",
         "features": "these rows of features",
@@ -185,7 +175,7 @@ def _defense_flow(steps: Sequence[str], kind: DefenseClass, attacks: tuple[str, 
     }[acts_on(kind)]
     more = f" and {len(attacks) - 2} more" if len(attacks) > 2 else ""
     known = f"attacks that know it: {', '.join(attacks[:2])}{more}" if attacks else "any attack"
-    return (*(Box("client", step) for step in steps), Box("released", released), Box("adversary", known))
+    return Box("released", released), Box("adversary", known)
 
 
 def _parameters(declared: AttackDeclarations) -> str:

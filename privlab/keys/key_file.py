@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, write_whole
 from privlab.keys.algebra import SPACES, ModelKey, ModelShape, check_fits, key_bits, residual_bits
 
 FORMAT = "privlab-key/1"
@@ -144,31 +144,17 @@ def write_new(path: Path, data: bytes, *, private: bool = False, overwrite: bool
     """Write a new file whole, or replace an old one atomically.
 
     Args:
-        path: the file to be written.
+        path: the file to be written; its folder is made if it does not exist.
         data: its bytes.
-        private: whether the mode is 0600, and not 0644.
+        private: whether nobody but the user may read it (mode 0600).
         overwrite: whether an existing file may be replaced.
 
     Raises:
         PrivlabError: if the file exists and may not be overwritten, or cannot be written.
     """
-    target = path.with_name(f".{path.name}.{os.getpid()}") if overwrite else path
-    made = False
-    try:
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-        made = True
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if overwrite:
-            target.replace(path)
-    except FileExistsError as error:
-        raise PrivlabError(f"'{path}' exists already: choose another name, or --overwrite.") from error
-    except OSError as error:
-        if made:
-            target.unlink(missing_ok=True)
-        raise PrivlabError(f"'{path}' cannot be written: {error.strerror}.") from error
+    if not overwrite and (path.exists() or path.is_symlink()):
+        raise PrivlabError(f"'{path}' exists already: choose another name, or --overwrite.")
+    write_whole(path, lambda part: part.write_bytes(data), private=private, place="path")
 
 
 def _tensor_bytes(key: ModelKey) -> bytes:

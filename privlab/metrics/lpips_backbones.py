@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, check_name, first, sha256_of
+from privlab.base import PrivlabError, check_name, sha256_of
 
 _FOLDER = Path(str(resources.files("privlab.metrics"))) / "backbones"
 _HOW = "Give the file, or the folder that holds it, with --lpips-weights PATH."
@@ -117,16 +117,11 @@ def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: 
     Raises:
         PrivlabError: if a tensor is missing, unexpected or of another shape; the message names it.
     """
+    from privlab.victims import misfits
+
     own = {f"features.{name.split('.', 1)[1]}": name for name in trunk.state_dict()}
-    shape = {name: trunk.state_dict()[slot].shape for name, slot in own.items()}
-    wrong = {
-        "missing": own.keys() - features.keys(),
-        "unexpected": features.keys() - own.keys(),
-        "mis-shaped": {name for name in own.keys() & features.keys() if features[name].shape != shape[name]},
-    }
-    if any(wrong.values()):
-        found = "; ".join(f"{kind} {first(sorted(names))}" for kind, names in wrong.items() if names)
-        raise PrivlabError(f"{path} does not fit this LPIPS network. Found: {found}.")
+    if found := misfits(features, {name: trunk.state_dict()[slot] for name, slot in own.items()}):
+        raise PrivlabError(f"{path} does not fit this LPIPS network. Found {found}.")
     trunk.load_state_dict({own[name]: tensor for name, tensor in features.items()})
 
 

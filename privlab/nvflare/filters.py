@@ -48,16 +48,16 @@ class _UpdateFilter(DXOFilter):
         if dxo.data_kind == DataKind.WEIGHT_DIFF:
             own = {name: value + own[name] if name in own else value for name, value in before.items()}
         round_, site = shareable.get_header(AppConstants.CURRENT_ROUND), str(fl_ctx.get_identity_name())
-        self.look_at(before, own, f"round-{round_}", site)
+        self._look_at(before, own, f"round-{round_}", site)
         return None
 
     @abstractmethod
-    def look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
-        """Do what the filter is for."""
+    def _look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
+        """Do what the filter is for, with the weights that came and those that leave."""
 
 
 class RecordFilter(_UpdateFilter):
-    """Record what a client receives and returns in each round, as files that `privlab attack --update` audits.
+    """Record what a client receives and returns in each round, as files that `privlab audit update` reads.
 
         recipe.add_client_input_filter(RecordFilter("/data/updates"), tasks=["train"])
         recipe.add_client_output_filter(RecordFilter("/data/updates"), tasks=["train"])
@@ -74,15 +74,7 @@ class RecordFilter(_UpdateFilter):
         super().__init__()
         self.folder = folder
 
-    def look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
-        """Write both files.
-
-        Args:
-            before: the weights that came.
-            after: the weights that leave.
-            round_: "round-" and its number.
-            site: the client's name.
-        """
+    def _look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
         try:
             capture_next(before, after, numbered(Path(self.folder) / round_ / site))
         except PrivlabError as error:
@@ -130,18 +122,7 @@ class AuditFilter(_UpdateFilter):
         if images is None:
             self.audit.check_certificate()
 
-    def look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
-        """Audit the update and write the line.
-
-        Args:
-            before: the weights that came.
-            after: the weights that would leave.
-            round_: "round-" and its number.
-            site: the client's name.
-
-        Raises:
-            ContentBlockedException: if the update leaks, or cannot be audited.
-        """
+    def _look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
         line: dict[str, object] = {"round": round_, "site": site}
         try:
             found = self.audit(before, after, None if self.images is None else self.images())

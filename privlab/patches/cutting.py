@@ -12,6 +12,9 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
 
+_SMALLEST, _ASPECT = 8, 0.3
+"""The least area of a block of the mask in slots, and the least ratio of its height to its width."""
+
 
 def patchify(images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n k"]:
     """Cut images into rows of k = c·patch² values, in the order of a convolution's flattened weight.
@@ -107,22 +110,18 @@ def masked_slots(slots: int, ratio: float) -> int:
     return int(ratio * slots)
 
 
-def blockwise_mask(
-    grid: tuple[int, int], ratio: float, draw: Generator, *, smallest: int = 8, aspect: float = 0.3
-) -> Bool[Tensor, " {grid[0]*grid[1]}"]:
+def blockwise_mask(grid: tuple[int, int], ratio: float, draw: Generator) -> Bool[Tensor, " {grid[0]*grid[1]}"]:
     """Return a mask of about ratio·n slots of a grid, made of random rectangles (BEiT, Alg. 1; MJP, Alg. 1, line 3).
 
-    Blocks of s ~ U(smallest, left) slots and log-uniform aspect ratio in [aspect, 1/aspect] are added until ⌊ratio·n⌋
-    slots are covered; `left` counts the slots that are still missing. A block that would cover more than `left` is
-    drawn anew, so the count never exceeds the target; it falls short only if ten draws in a row find no room. If fewer
-    than `smallest` are left, s = left (BEiT's code draws s beyond that, mostly in vain), and a block may span the grid.
+    Blocks of s ~ U(8, left) slots and log-uniform aspect ratio in [0.3, 1/0.3] are added until ⌊ratio·n⌋ slots are
+    covered; `left` counts the slots that are still missing. A block that would cover more than `left` is drawn again,
+    so the count never exceeds the target; it falls short only if ten draws in a row find no room. If fewer than 8 are
+    left, s = left (BEiT's code draws s beyond that, mostly in vain), and a block may span the grid.
 
     Args:
         grid: (h, w), the patches in a column and in a row of an image.
         ratio: γ in [0, 1], the share of the slots to mask.
         draw: the random generator, on the CPU.
-        smallest: the least area s of a block, in slots.
-        aspect: the least ratio of a block's height to its width, in (0, 1].
 
     Raises:
         PrivlabError: if `ratio` is outside [0, 1].
@@ -135,18 +134,18 @@ def blockwise_mask(
     if target == height * width:
         return ~mask.flatten()  # random rectangles might not cover the whole grid
     while (left := target - int(mask.sum())) > 0:
-        if not _add_block(mask, left, smallest, aspect, draw):
+        if not _add_block(mask, left, draw):
             break
     return mask.flatten()
 
 
-def _add_block(mask: Bool[Tensor, "h w"], left: int, smallest: int, aspect: float, draw: Generator) -> bool:
+def _add_block(mask: Bool[Tensor, "h w"], left: int, draw: Generator) -> bool:
     """Cover at least one and at most `left` new slots by one rectangle; return False after ten failures."""
     height, width = mask.shape
     for _ in range(10):
         size, shape, top, side = torch.rand(4, generator=draw, dtype=torch.float64).tolist()
-        area = min(smallest, left) + size * (left - min(smallest, left))
-        ratio = math.exp((2 * shape - 1) * math.log(aspect))
+        area = min(_SMALLEST, left) + size * (left - min(_SMALLEST, left))
+        ratio = math.exp((2 * shape - 1) * math.log(_ASPECT))
         h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if not (0 < h <= height and 0 < w <= width):
             continue

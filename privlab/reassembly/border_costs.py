@@ -52,7 +52,7 @@ def border_costs(patches: Float[Tensor, "*b n c p p"], *, floor: float = FLOOR) 
     return torch.stack([border_cost(patches, patches, floor=floor), border_cost(down, down, floor=floor)])
 
 
-def exact_costs(patches: Float[Tensor, "n c p p"], *, floor: float = FLOOR) -> Float[Tensor, "2 n n"]:
+def exact_costs(patches: Float[Tensor, "n c p p"]) -> Float[Tensor, "2 n n"]:
     """Return `border_costs` of the 8-bit values of one image's patches, as multiples of `GRAIN` in double precision.
 
     An arrangement that is found by them depends on neither the rounding errors of the reconstruction nor the order in
@@ -60,12 +60,11 @@ def exact_costs(patches: Float[Tensor, "n c p p"], *, floor: float = FLOOR) -> F
 
     Args:
         patches: n patches of c × p × p pixels, p ≥ 3, approximately in [0, 1].
-        floor: as in `border_cost`.
 
     Raises:
         PrivlabError: as in `border_cost`.
     """
-    return in_grains(border_costs((patches.double() * 255).round() / 255, floor=floor))
+    return in_grains(border_costs((patches.double() * 255).round() / 255))
 
 
 def in_grains(costs: Float[Tensor, "*k"]) -> Float[Tensor, "*k"]:

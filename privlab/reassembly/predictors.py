@@ -87,7 +87,7 @@ class PositionPredictor(nn.Module):
 
 
 class Mp3Network(PositionPredictor):
-    """MP3: no position embeddings; only context tokens give keys and values, all give queries; a linear head D → N.
+    """MP3: no position embeddings, and a linear head D → N; it is trained with a share of the patches as context.
 
     Source: Zhai et al., ICML 2022, Section 3.2 and Algorithm 1, which leaves out the class token: here it is context.
     """
@@ -100,26 +100,10 @@ class Mp3Network(PositionPredictor):
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
-    def forward(
-        self, patches: Float[Tensor, "b n c p p"], context: Int[Tensor, "b m"] | None = None
-    ) -> Float[Tensor, "b n s"]:
-        """Return the logits of the slots for each patch.
-
-        Args:
-            patches: patches in [0, 1], in any order.
-            context: the indices of the context patches of each image, without repetition; None takes all patches.
-        """
-        if context is None or context.shape[1] == self.slots:
-            return self._read(patches, None)
-        order = _first(context, self.slots)  # once: slices of the first rows are cheaper than gathers in every block
-        return _rows(self._read(_rows(patches, order), context.shape[1]), order.argsort(1))
-
-    def _read(self, patches: Float[Tensor, "b n c p p"], m: int | None) -> Float[Tensor, "b n s"]:
-        """Return the logits if the first m patches are context; None takes all."""
+    def forward(self, patches: Float[Tensor, "b n c p p"]) -> Float[Tensor, "b n s"]:
+        """Return the logits of the slots for each patch, in any order, with all patches as context."""
         vit, x = self.model.vit, self.embed(patches)
-        x = torch.cat([_class_token(vit, len(x)), x], 1)
-        for block in vit.blocks:
-            x = block(x) if m is None else masked_block(block, x, 1 + m)
+        x = vit.blocks(torch.cat([class_token(vit, len(x)), x], 1))
         return self.head(vit.norm(x[:, 1:]))
 
     def scores(self, patches: Float[Tensor, "b n c p p"], known: Bool[Tensor, "b n"]) -> Float[Tensor, "b n s"]:
@@ -182,7 +166,7 @@ class DropPosNetwork(PositionPredictor):
         """
         vit = self.model.vit
         x = self.embed(patches) + torch.where(known[..., None], self.pe[places], self.mask)
-        return vit.norm(vit.blocks(torch.cat([_class_token(vit, len(x)), x], 1)))
+        return vit.norm(vit.blocks(torch.cat([class_token(vit, len(x)), x], 1)))
 
     def forward(
         self, patches: Float[Tensor, "b m c p p"], places: Int[Tensor, "b m"], known: Bool[Tensor, "b m"]
@@ -205,46 +189,6 @@ class DropPosNetwork(PositionPredictor):
 
 PREDICTORS: dict[str, type[PositionPredictor]] = {kind.name: kind for kind in (Mp3Network, DropPosNetwork)}
 """The kinds of predictors by name."""
-
-
-def masked_block(block: Any, x: Float[Tensor, "b t d"], m: int) -> Float[Tensor, "b t d"]:  # noqa: ANN401
-    """Return the output of timm's block with keys and values of the first m rows alone.
-
-    This equals dense attention with −∞ at the keys of all other rows, whose keys and values are never computed.
-
-    Args:
-        block: timm's Block of a plain ViT.
-        x: the rows, context first; all of them give queries.
-        m: the number of context rows, the class token included, in [1, t].
-    """
-    x = x + block.drop_path1(block.ls1(_masked_attention(block.attn, block.norm1(x), m)))
-    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
-
-
-def _masked_attention(attn: Any, x: Float[Tensor, "b t d"], m: int) -> Tensor:  # noqa: ANN401
-    d, wide, bias = x.shape[2], attn.qkv.weight, attn.qkv.bias
-    q = F.linear(x, wide[:d], None if bias is None else bias[:d])
-    k, v = F.linear(x[:, :m], wide[d:], None if bias is None else bias[d:]).chunk(2, 2)
-    q, k, v = (part.unflatten(2, (attn.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
-    fused = F.scaled_dot_product_attention if attn.fused_attn else _attention
-    return attn.proj(fused(q, k, v).transpose(1, 2).flatten(2))
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ((q * q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v
-
-
-def _first(chosen: Int[Tensor, "b m"], n: int) -> Int[Tensor, "b n"]:
-    """Return the orders of n rows in which the chosen ones come first."""
-    rank = torch.arange(n, 2 * n, device=chosen.device).repeat(len(chosen), 1)
-    return rank.scatter(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)).argsort(1)
-
-
-def _rows(x: Float[Tensor, "b n *k"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n *k"]:
-    """Return the rows of each matrix in its order, by index_select, whose backward pass is fast on a CPU."""
-    b, n = order.shape
-    flat = order + n * torch.arange(b, device=order.device)[:, None]
-    return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (b, n))
 
 
 def sincos(grid: tuple[int, int], width: int) -> Float[Tensor, "n d"]:
@@ -348,6 +292,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in named.items() if not name.startswith(LEFT_BEHIND)}
 
 
-def _class_token(vit: VisionTransformer, b: int) -> Float[Tensor, "b 1 d"]:
+def class_token(vit: VisionTransformer, b: int) -> Float[Tensor, "b 1 d"]:
+    """Return the class token of a ViT for b images."""
     assert vit.cls_token is not None
     return vit.cls_token.expand(b, -1, -1)

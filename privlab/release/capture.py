@@ -1,4 +1,4 @@
-"""The gradient of a training step of your own, in a file that `privlab attack --gradients` audits.
+"""The gradient of a training step of your own, in a file that `privlab audit gradients` reads.
 
     from privlab import capture
 
@@ -16,7 +16,7 @@ Format, version 1: a safetensors file with ∂ℓ/∂θ of each parameter θ tha
     model             what the client calls its model; optional
     weights_sha256    `privlab.victims.weights.hash_of` the weights at which the gradient was taken; optional
 
-`capture_update` saves the weights before and after a client's round instead, which `privlab attack --update` audits:
+`capture_update` saves the weights before and after a client's round instead, which `privlab audit update` reads:
 
     before = copy.deepcopy(model.state_dict())  # what the server sent
     train(model)
@@ -26,9 +26,7 @@ Importing this brings torch and safetensors, and nothing else that is heavy.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
@@ -36,14 +34,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_range, first, write_whole
+from privlab.base import PrivlabError, check_name, check_range, write_whole
 
 FORMAT, VERSION = "privlab-gradients", "1"
 REDUCTIONS = ("mean", "sum")
 
-_WRAPPERS = re.compile(
-    r"^(module\.|_orig_mod\.|vit\.)+"
-)  # of DistributedDataParallel, torch.compile, privlab's victims
+Weights = nn.Module | Mapping[str, Tensor]
+"""A model, or the state dict of one, bare or as a wrapper of torch names its tensors."""
 
 
 def capture(
@@ -70,15 +67,12 @@ def capture(
     Raises:
         PrivlabError: if there is no gradient, a number or name is out of range, or the file cannot be written.
     """
+    from privlab.victims import bare_name, from_any_layout, hash_of
+
     check_range(batch_size >= 1, "batch_size", "a positive number", batch_size)
-    if reduction not in REDUCTIONS:
-        raise PrivlabError(f"reduction must be {' or '.join(REDUCTIONS)}. Found '{reduction}'.")
-    parameters = {_WRAPPERS.sub("", key): parameter for key, parameter in model.named_parameters()}
-    gradients = {
-        key: parameter.grad.detach().cpu().contiguous()
-        for key, parameter in parameters.items()
-        if parameter.grad is not None
-    }
+    check_name("reduction", reduction, REDUCTIONS)
+    parameters = {bare_name(key): parameter for key, parameter in model.named_parameters()}
+    gradients = {key: parameter.grad for key, parameter in parameters.items() if parameter.grad is not None}
     if not gradients:
         raise PrivlabError("No parameter has a gradient: call capture after loss.backward(), before zero_grad().")
     metadata = {"format": FORMAT, "version": VERSION, "batch_size": str(batch_size), "reduction": reduction}
@@ -86,8 +80,8 @@ def capture(
     if name is not None:
         metadata["model"] = name
     if hash_weights:
-        metadata["weights_sha256"] = _hash(model)
-    _write(gradients, Path(path), "gradients", metadata)
+        metadata["weights_sha256"] = hash_of(from_any_layout(model.state_dict()))
+    _write(gradients, Path(path), metadata)
 
 
 def capture_update(
@@ -104,12 +98,10 @@ def capture_update(
     Raises:
         PrivlabError: if the two have other names or shapes, hold the same weights, or cannot be written.
     """
-    return _write_update(before, after, lambda: _made(Path(folder), exist_ok=True))
+    return _write_update(_trained(before, after), Path(folder))
 
 
-def capture_next(
-    before: nn.Module | Mapping[str, Tensor], after: nn.Module | Mapping[str, Tensor], folders: Iterable[Path]
-) -> tuple[Path, Path]:
+def capture_next(before: Weights, after: Weights, folders: Iterable[Path]) -> tuple[Path, Path]:
     """Save an update as `capture_update` does, in the first of some folders that does not exist yet.
 
     An earlier record is never replaced, also if several processes record at once.
@@ -122,14 +114,16 @@ def capture_next(
     Raises:
         PrivlabError: as `capture_update` does.
     """
-
-    def unused() -> Path:
-        for folder in folders:
-            with suppress(FileExistsError):
-                return _made(folder, exist_ok=False)
-        raise AssertionError("there are folders without end")
-
-    return _write_update(before, after, unused)
+    states = _trained(before, after)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise PrivlabError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
+        return _write_update(states, folder)
+    raise AssertionError("there are folders without end")
 
 
 def numbered(folder: Path) -> Iterator[Path]:
@@ -138,54 +132,49 @@ def numbered(folder: Path) -> Iterator[Path]:
     yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
 
 
-def _made(folder: Path, *, exist_ok: bool) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
-    except FileExistsError:
-        if not exist_ok:
-            raise
-        raise PrivlabError(f"The folder '{folder}' cannot be made: there is a file of that name.") from None
-    except OSError as error:
-        raise PrivlabError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
-    return folder
+def check_trained(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: tuple[str, str]) -> None:
+    """Check that two states are of one model, and not the same.
+
+    Args:
+        before: the weights before the training, by name.
+        after: the weights after it.
+        names: the names of the two for errors, such as their paths.
+
+    Raises:
+        PrivlabError: if they are not.
+    """
+    from privlab.victims import misfits
+
+    if found := misfits(after, before):
+        raise PrivlabError(f"'{names[0]}' and '{names[1]}' must be weights of one model. In the second, {found}.")
+    if not any(bool((after[key].double() - value.double()).any()) for key, value in before.items()):
+        raise PrivlabError(
+            f"Nothing was trained: '{names[0]}' and '{names[1]}' hold the same weights. In Python, model.state_dict() "
+            "is no copy: take copy.deepcopy(model.state_dict()) before the training."
+        )
 
 
-def _write_update(
-    before: nn.Module | Mapping[str, Tensor], after: nn.Module | Mapping[str, Tensor], make: Callable[[], Path]
-) -> tuple[Path, Path]:
-    """Check the weights, make the folder, and write the two files."""
-    states = [
-        {_WRAPPERS.sub("", key): value.detach().cpu().clone().contiguous() for key, value in state.items()}
-        for state in (each.state_dict() if isinstance(each, nn.Module) else each for each in (before, after))
-    ]
-    shapes = [{key: tuple(value.shape) for key, value in state.items()} for state in states]
-    if other := sorted({key for key, _ in {*shapes[0].items()} ^ {*shapes[1].items()}}):
-        raise PrivlabError(
-            f"Before and after must be weights of one model. Found other names or shapes: {first(other)}."
-        )
-    if all(value.equal(states[1][key]) for key, value in states[0].items()):
-        raise PrivlabError(
-            "Nothing was trained: before and after are the same weights. Take a copy before the training: "
-            "copy.deepcopy(model.state_dict())."
-        )
-    folder = make()
+def _trained(before: Weights, after: Weights) -> list[dict[str, Tensor]]:
+    """Return two checked states by the model's own names."""
+    from privlab.victims import bare_name
+
+    states = [weights.state_dict() if isinstance(weights, nn.Module) else weights for weights in (before, after)]
+    states = [{bare_name(key): value for key, value in state.items()} for state in states]
+    check_trained(*states, ("before", "after"))
+    return states
+
+
+def _write_update(states: Iterable[Mapping[str, Tensor]], folder: Path) -> tuple[Path, Path]:
     paths = folder / "before.safetensors", folder / "after.safetensors"
     for state, path in zip(states, paths, strict=True):
-        _write(state, path, "weights")
+        _write(state, path)
     return paths
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path, what: str, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that is there whole or not at all."""
-    facts = None if metadata is None else dict(metadata)
+def _write(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, whole or not at all."""
+    held = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
-        write_whole(path, lambda draft: save_file(dict(tensors), draft, facts), durable=False, place="file")
+        write_whole(path, lambda draft: save_file(held, draft, metadata), durable=False, place="file")
     except SafetensorError as error:
-        raise PrivlabError(f"The {what} cannot be written to '{path}': {error}.") from error
-
-
-def _hash(model: nn.Module) -> str:
-    """Return the hash that a victim with these weights has."""
-    from privlab.victims import from_any_layout, hash_of
-
-    return hash_of(from_any_layout({_WRAPPERS.sub("", key): value for key, value in model.state_dict().items()}))
+        raise PrivlabError(f"'{path}' cannot be written: {error}.") from error

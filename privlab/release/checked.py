@@ -107,12 +107,10 @@ def _tensor(given: Any, what: str) -> Tensor:  # noqa: ANN401
     if isinstance(given, Tensor):
         return given.clone() if given.is_inference() else given  # autograd cannot save tensors of inference_mode
     try:
-        if isinstance(given, np.ndarray):
-            return torch.from_numpy(np.ascontiguousarray(given))
         if isinstance(given, Sequence) and given and isinstance(given[0], Tensor):
             return torch.stack(list(given))
-        if isinstance(given, Sequence) and not isinstance(given, str | bytes):
-            return torch.from_numpy(np.array(given))
+        if isinstance(given, np.ndarray | Sequence) and not isinstance(given, str | bytes):
+            return torch.from_numpy(np.ascontiguousarray(given))
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise PrivlabError(f"The {what} cannot be made one tensor: {reason}.") from error

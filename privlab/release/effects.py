@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, full_precision
-from privlab.patches import inverse, patchify, permute, permute_features, restore_features
+from privlab.patches import patchify, permute
 from privlab.threat import (
     Defense,
     Draws,
@@ -214,7 +214,7 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
     places: list[RowOrder] = [_rows(each) for each in sent]
-    plain = torch.stack([_restore(each) for each in sent])
+    plain = torch.stack([each.restore(each.features) for each in sent])
     variance = float(plain.diff(dim=0).double().square().mean() / 2)
     off = float((plain - tokens).double().square().mean()) - variance
     size = float(tokens.double().square().mean())
@@ -243,12 +243,6 @@ def _rows(sent: Sent) -> RowOrder:
     if bool((order != order[0]).any()):
         return "own"
     return "kept" if torch.equal(order[0], slots) else "shared"
-
-
-def _restore(sent: Sent) -> Float[Tensor, "b t d"]:
-    """Return the features with rows and columns where they were."""
-    features = restore_features(sent.features, columns=sent.columns) if sent.columns is not None else sent.features
-    return permute_features(features.flatten(0, 1), inverse(sent.source.flatten())).view_as(features)
 
 
 def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:

@@ -11,9 +11,9 @@ from torch.nn.functional import one_hot
 
 from privlab.base import full_precision, gradients_enabled
 from privlab.patches import patchify
-from privlab.release.gradients import released_gradients, released_parameters
-from privlab.release.local_training import Update, rounding_deviation, undecayed, update_on, without_decay
+from privlab.release.local_training import Update, rounding_of, undecayed, update_on, without_decay
 from privlab.threat import Client, Feed, GradientDefense, Observation, Stack, client_loss, defense_declarations
+from privlab.victims import released_gradients, released_parameters
 
 _HEAD, _BIAS, _PROJECTION, _PE = "head.", "head.bias", "patch_embed.proj.weight", "pos_embed"
 
@@ -42,9 +42,7 @@ _UNDER_AUTOCAST = 0.075
 def is_explained(residual: float, client: Client | None = None) -> bool:
     """Return whether a residual is so small that what was released is taken for that of the reconstruction.
 
-    Args:
-        residual: what `residual` returned.
-        client: the public settings that it was computed with; None for a gradient.
+    The settings are those that it was computed with; None for a gradient.
     """
     autocast = client is not None and client.autocast != "float32"
     return residual < (_UNDER_AUTOCAST if autocast else EXPLAINED_RESIDUAL)
@@ -146,11 +144,10 @@ def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[T
     Several steps on one image with a constant y move the bias by Σ_s a_s (p_s − y): the client is run again, and y
     takes the difference. What is no probability is cut off, and what explains nothing then stays unexplained.
 
-    Args:
-        seen: the observation of one release: a gradient, or the update of a client that trains by SGD without clipping.
-        images: the images, in [0, 1].
+    The observation is that of one release: a gradient, or the update of a client that trains by SGD without clipping.
     """
-    model, client, held = seen.model, seen.client, {n: u[0] for n, u in seen.gradients.items() if n.startswith(_HEAD)}
+    model, client = seen.model, seen.client
+    held = {name: u[0] for name, u in seen.gradients.items() if name.startswith(_HEAD)}
     B, binary = len(images), client is not None and client.loss == "binary"
     if _BIAS not in held or scales(Stack(tuple(seen.defense)).on_gradients) or not model.classes:
         return None
@@ -336,15 +333,9 @@ def _is_rounding(seen: Observation, held: Mapping[str, Tensor], names: Sequence[
         if name == "unk_embed":
             continue
         decayed = (seen.gradients[name][0].double() - held[name]).abs()  # known to a float32's digits
-        if bool((held[name].abs() > most * _deviation(seen, name) + _RTOL * decayed).any()):
+        if bool((held[name].abs() > most * rounding_of(seen, name) + _RTOL * decayed).any()):
             return False
     return True
-
-
-def _deviation(seen: Observation, name: str) -> Float[Tensor, "..."]:
-    """Return the deviation that rounding gives each entry of an update of a parameter."""
-    assert seen.client is not None
-    return rounding_deviation(seen.model.vit.get_parameter(name).detach(), seen.gradients[name][0], seen.client)
 
 
 def _rounding(seen: Observation, name: str) -> float:
@@ -353,7 +344,7 @@ def _rounding(seen: Observation, name: str) -> float:
         return 0.0
     mixed = 0.0 if seen.client.autocast == "float32" else _AUTOCAST
     return float(
-        _deviation(seen, name).square().mean().sqrt() + mixed * seen.gradients[name].double().square().mean().sqrt()
+        rounding_of(seen, name).square().mean().sqrt() + mixed * seen.gradients[name].double().square().mean().sqrt()
     )
 
 

@@ -32,11 +32,8 @@ class GreyLevels(NamedTuple):
 def grey_level_error(images: Float[Tensor, "r c h w"]) -> GreyLevels:
     """Return the rms distance of the values from the nearest grey level k/255, in levels, and the number of levels met.
 
-    Values that were cut to black or white lie on a level whatever they were, so they do not count. An image without
-    any other value has a distance of 0.5, the largest there is.
-
-    Args:
-        images: reconstructions in [0, 1], not rounded.
+    Images are reconstructions in [0, 1], not rounded. Values that were cut to black or white are on a level whatever
+    they were, so they do not count. An image without any other value has a distance of 0.5, the largest there is.
     """
     values = images.double() * 255
     inside = (values > 0.5) & (values < 254.5)
@@ -65,11 +62,7 @@ def on_grey_levels(
     or resized in floating point have no grey levels, and do not pass.
 
     Two kinds of image lie on grey levels for another reason, and never pass: those that the attack itself rounded,
-    whose values are k/255 to the last bit, and images that the adversary already had.
-
-    Args:
-        images: reconstructions in [0, 1], as the attack returned them.
-        known: images that the adversary had, such as public photographs; None for none.
+    whose values are k/255 to the last bit, and images that the adversary already had (`known`).
     """
     error = grey_level_error(images)
     unlikely = error.met * (_UNIT_BALL * error.rms.clamp_min(1e-12)).log() <= math.log(_CHANCE)

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, full_precision, gradients_enabled, int8_step, to_int8
 from privlab.release.effects import AnyDefense, effects_of
-from privlab.release.gradients import gradient_capabilities, released_names
+from privlab.release.releases import gradient_capabilities, released_names
 from privlab.threat import Capability, Client, ClientData, Defense, Observation, Stack, client_loss, private_targets
 from privlab.victims import VictimModel, adapted, bottlenecked, check_names, prompted
 
@@ -57,9 +57,9 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
     names = [name for name, _ in model.vit.named_parameters() if client.chooses(name) and name not in model.frozen]
     if not names:
         raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: this model has no such parameters.")
-    return (
-        [*names, "unk_embed"] if client.chooses("unk_embed") and effects_of(model, defense).pe == "unknown" else names
-    )
+    if client.chooses("unk_embed") and effects_of(model, defense).pe == "unknown":
+        names.append("unk_embed")
+    return names
 
 
 def run_client(
@@ -69,18 +69,14 @@ def run_client(
 
     The weights are stored, and their updates rounded, in the model's own number format; so is the difference. What is
     sent is then rounded to `client.sent_as`, and a server that gets weights subtracts θ_0 from them. Layers run as in
-    evaluation, but for the client's dropout and drop path.
-
-    A defense of images draws anew for each batch of each step, as training with it does.
+    evaluation, but for the client's dropout and drop path. A defense of images draws again for each batch of each step.
+    The difference is not finite if the training diverges.
 
     Args:
         model: the server's model with θ_0; it is left as it is.
         client: the public settings.
         data: the client's images, as many as `client.images`, their labels, and the draws of order and dropout.
         defense: the defenses of images at work.
-
-    Returns:
-        The difference of each trained parameter. It is not finite if the training diverges.
 
     Raises:
         PrivlabError: if the data are not as many as the client's images, or the loss has labels and the model no
@@ -214,14 +210,11 @@ def observe_updates(
     all trained parameters, each client drawing on from its training.
 
     Args:
-        model: the server's model with θ_0, which the adversary knows; it is left as it is. The observation has it as
-            the clients get it, with the adapters or prompts that they train.
+        model: the server's model with θ_0; the observation has it with the adapters or prompts that clients train.
         client: the public settings, which the observation holds.
         clients: the private data of each client.
-        parameters: names of those whose updates the attacks read; None for all. Those that are not trained, and thus
-            not sent, are left out.
-        defense: the defenses at work, all of them public: those of images in each step, those on gradients on the
-            update, one after the other.
+        parameters: names of those whose updates the attacks read, if they are trained; None for all.
+        defense: the public defenses: those of images in each step, those on gradients on the update, in turn.
 
     Raises:
         PrivlabError: as in `run_client` and `update_capabilities`, or if there is no client, or their number is no
@@ -231,24 +224,18 @@ def observe_updates(
     if not clients:
         raise PrivlabError("An update needs at least one client. Found none.")
     if len(clients) % client.clients:
-        raise PrivlabError(
-            f"A mean of client.clients={client.clients} updates needs as many clients, or a multiple. Found "
-            f"{len(clients)}."
-        )
+        raise PrivlabError(f"A mean needs a multiple of client.clients={client.clients} clients. Found {len(clients)}.")
     model = served(model, client)
     grants, stack = update_capabilities(model, client, defense), Stack(tuple(defense))
     trained = released_names(trained_parameters(model, client, stack.on_images), defense)
     sent: dict[str, list[Tensor]] = {name: [] for name in trained if parameters is None or name in parameters}
     for data in clients:
         moved = run_client(model, client, data, stack.on_images)
-        update: Mapping[str, Tensor] = {name: -u[None] for name, u in moved.items()}
-        for part in stack.on_gradients:
-            update = part.release(update, [data.draw])
-        for name, of_clients in sent.items():
-            of_clients.append(update[name])
-    gradients = {
-        name: torch.cat(of_clients).unflatten(0, (-1, client.clients)).mean(1) for name, of_clients in sent.items()
-    }
+        update = stack.release({name: -u[None] for name, u in moved.items()}, [data.draw])
+        for name, updates in sent.items():
+            updates.append(update[name])
+    K = client.clients
+    gradients = {name: torch.cat(updates).unflatten(0, (-1, K)).mean(1) for name, updates in sent.items()}
     return Observation(model, gradients, grants, tuple(defense), client.released_images, client=client)
 
 
@@ -282,17 +269,13 @@ def each_release(seen: Observation) -> list[dict[str, Float[Tensor, "..."]]]:
 def as_gradients(seen: Observation) -> Observation:
     """Return the observation of gradients that updates of one step of SGD are but for a factor.
 
-    Args:
-        seen: updates of clients with a `Client.gradient_factor`.
-
     Raises:
-        PrivlabError: if the updates are no gradients.
+        PrivlabError: if the client has no `gradient_factor`, so that the updates are no gradients.
     """
-    factor = None if seen.client is None else seen.client.gradient_factor
-    if seen.client is None or factor is None:
-        raise PrivlabError(f"These updates are no gradients of one step. Found {seen.client}.")
-    lost = 1 - seen.client.kept_share
-    moved = [without_decay(seen.model, one, lost) for one in each_release(seen)]
+    client = seen.client
+    if client is None or (factor := client.gradient_factor) is None:
+        raise PrivlabError(f"These updates are no gradients of one step. Found {client}.")
+    moved = [undecayed(seen.model, one, client) for one in each_release(seen)]
     gradients = {name: (torch.stack([one[name] for one in moved]) / factor).to(u) for name, u in seen.gradients.items()}
     return replace(seen, gradients=gradients, grants=seen.grants - {Capability.CLIENT_UPDATE}, client=None)
 
@@ -330,6 +313,12 @@ def rounding_deviation(
         if torch.finfo(number).eps > torch.finfo(before.dtype).eps:
             variance = variance + _ulp(largest.to(number)) ** 2 / 12
     return variance.sqrt()
+
+
+def rounding_of(seen: Observation, name: str) -> Float[Tensor, "..."]:
+    """Return `rounding_deviation` of a parameter in the first release of a client's update."""
+    assert seen.client is not None
+    return rounding_deviation(seen.model.vit.get_parameter(name).detach(), seen.gradients[name][0], seen.client)
 
 
 def _ulp(magnitudes: Tensor) -> Float[Tensor, "..."]:

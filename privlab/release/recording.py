@@ -137,10 +137,6 @@ def recorded_cut_layer(folder: Path) -> int:
 def read_recording(folder: Path, kind: Kind | None = None) -> Iterator[Recorded]:
     """Yield the batches of a recording, or of one session of it, by sessions, training before inference, in order.
 
-    Args:
-        folder: folder of the recording, or of one of its sessions.
-        kind: "step" for training alone, "infer" for inference alone; None for both.
-
     Raises:
         PrivlabError: if there is no recording, or it has another version.
 

@@ -6,15 +6,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError, first, warn
+from privlab.release.capture import check_trained
 from privlab.release.effects import AnyDefense
 from privlab.release.gradient_file import GradientFile, check_fit
-from privlab.release.local_training import rounding_deviation, trained_parameters, undecayed, update_capabilities
+from privlab.release.local_training import rounding_deviation, trained_parameters, update_capabilities
 from privlab.threat import Client, Observation
-from privlab.victims import VictimModel, from_any_layout
+from privlab.victims import VictimModel, check_floats, from_any_layout, warn_of_integers
 
 _FEW = 3  # the most parameters that are listed as those which did not move
 
@@ -42,43 +42,19 @@ def update_between(
     Warns:
         PrivlabWarning: for other integer tensors of the second one alone, which are left aside.
     """
-    old, new = (from_any_layout(state) for state in (before, after))
+    states, integers = [from_any_layout(state) for state in (before, after)], list[set[str]]()
+    for name, state in zip(names, states, strict=True):
+        check_floats({key: state[key] for key in weights if key in state}, f"'{name}'")
+        integers.append({key for key, tensor in state.items() if not tensor.is_floating_point()})
     short = [Path(name).name for name in names]
-    for name, state in zip(names, (old, new), strict=True):
-        if whole := [f"{k} of {state[k].dtype}" for k in weights if k in state and not state[k].is_floating_point()]:
-            raise PrivlabError(
-                f"The weights of '{name}' must be floating-point numbers. Found {first(whole, 3)}: save them as the "
-                "model trains them, in float32."
-            )
-    counters = [set(state) - set(_floats(state)) for state in (old, new)]
-    if aside := sorted(counters[1] - counters[0]):
-        warn(
-            f"{short[1]}: {first(aside, 3)} {'is' if len(aside) == 1 else 'are'} left aside: integers, such as the "
-            "counters of BatchNorm, are no weights.",
-            4,
-        )
-    old, new = _floats(old), _floats(new)
-    problems = {
-        f"missing in {short[1]}": [name for name in old if name not in new],
-        f"missing in {short[0]}": [name for name in new if name not in old],
-        "of other shapes": [
-            f"{name} {tuple(old[name].shape)} and {tuple(new[name].shape)}"
-            for name in old
-            if name in new and old[name].shape != new[name].shape
-        ],
-    }
-    if told := "; ".join(f"{kind}: {first(found, 3)}" for kind, found in problems.items() if found):
-        raise PrivlabError(f"'{names[0]}' and '{names[1]}' must be weights of one model. Found {told}.")
+    warn_of_integers(integers[1] - integers[0], short[1])
+    old, new = ({k: state[k] for k in state if k not in left} for state, left in zip(states, integers, strict=True))
+    check_trained(old, new, names)
     for name, state in zip(names, (old, new), strict=True):
         if broken := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
             why = "the client diverged, and such an update shows nothing" if state is new else "take others"
             raise PrivlabError(f"The weights '{name}' must be finite. Found NaN or infinity in {first(broken)}: {why}.")
     update = {name: (old[name].double() - new[name].double()).float() for name in old}
-    if not any(bool(difference.any()) for difference in update.values()):
-        raise PrivlabError(
-            f"Nothing was trained: '{names[0]}' and '{names[1]}' hold the same weights. In Python, "
-            "model.state_dict() is no copy: take copy.deepcopy(model.state_dict()) before the training."
-        )
     return GradientFile(" → ".join(short), update, images, "mean")
 
 
@@ -212,46 +188,3 @@ def _low_rank(model: VictimModel, client: Client, update: Mapping[str, Tensor], 
         f" {_listed(_set_of(adapted, [*parameters]))} changed by matrices of rank {most} at most, and the biases of "
         "these layers did not, which looks like LoRA adapters that were merged. No attack here reads these."
     )
-
-
-def label_of_update(seen: Observation) -> int | None:
-    """Return the class that the update of a client of one image tells; None where that of the head's bias is not sent.
-
-    None too where a filter left nothing of it.
-
-    In each step ∂ℓ/∂b = p − y is negative at the image's label alone, under label smoothing most negative there; of a
-    binary loss per class, p_c is a sigmoid. Losses without labels tell none. So is
-    what SGD, Adam and AdamW make of it, once their decay is undone.
-    """
-    if "head.bias" not in seen.gradients or seen.client is None or not seen.client.has_labels:
-        return None
-    return int(_head(seen, seen.client).argmin()) if seen.gradients["head.bias"].any() else None
-
-
-def check_order(seen: Observation, source: str) -> None:
-    """Refuse an update that goes the other way: its label's bias falls and the others rise, so the files are swapped.
-
-    Softmax cross-entropy moves the biases of B labels at most against all others. Smoothing and other losses may move
-    them otherwise, and then nothing is said.
-
-    Raises:
-        PrivlabError: if at most B biases were moved down, and more than 2 B up by what the gradients alone moved.
-    """
-    if "head.bias" not in seen.gradients or seen.client is None or seen.client.loss != "cross-entropy":
-        return
-    bias, B = _head(seen, seen.client), seen.images_per_release
-    raised, lowered = int((bias < 0).sum()), int((bias > 0).sum())
-    if lowered <= B and raised > 2 * B:
-        raise PrivlabError(
-            f"{source} goes up the loss: {raised} of {len(bias)} biases of the head rise, where those of at most {B} "
-            "labels can. BEFORE and AFTER are swapped: give the weights before training first."
-        )
-
-
-def _head(seen: Observation, client: Client) -> Float[Tensor, " y"]:
-    """Return what the gradients alone moved of the head's bias."""
-    return undecayed(seen.model, {"head.bias": seen.gradients["head.bias"][0]}, client)["head.bias"]
-
-
-def _floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}

@@ -1,12 +1,13 @@
 """How much of an update is noise: sums of gradients that cancel in any training, and in noise do not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from privlab.release.local_training import rounding_deviation
+from privlab.release.local_training import rounding_of
 from privlab.threat import Observation
 from privlab.victims import VictimModel
 
@@ -35,6 +36,18 @@ class Noise:
         return self.share > _LEAST_SHARE and not self.rounding
 
 
+@dataclass(frozen=True, eq=False)
+class _Law:
+    """Terms that add up to zero in what gradients move, m for each of n sums, of an update of these parameters.
+
+    The noise is compared with `whole`, in the shape of `terms`: the terms themselves, or more entries of one kind.
+    """
+
+    names: tuple[str, ...]
+    terms: Callable[[Mapping[str, Tensor]], Float[Tensor, "m n"]]
+    whole: Callable[[Mapping[str, Tensor]], Float[Tensor, "m _"]] | None = None
+
+
 def noise_of_update(seen: Observation) -> Noise | None:
     """Return the noise of a client's update, as sums that cancel in any training show it; None where there is none.
 
@@ -49,7 +62,8 @@ def noise_of_update(seen: Observation) -> Noise | None:
     layer and weights of two models do not, and then None is returned; so it is where the head alone shows it, as a loss
     other than cross-entropy does.
     """
-    found = sorted(_noises(seen), key=lambda each: each.deviation)
+    noises = [_noise(seen, law) for law in _laws(seen)]
+    found = sorted((noise for noise in noises if noise is not None), key=lambda each: each.deviation)
     if not found or all(name.startswith("head.") for name in seen.gradients):
         return None
     middle = found[len(found) // 2]
@@ -64,87 +78,64 @@ def noise_of_update(seen: Observation) -> Noise | None:
 
 def noise_of_head(seen: Observation) -> Noise | None:
     """Return the noise of the update of the head under cross-entropy and SGD; None where it does not show it."""
-    return next(_head(seen), None)
+    law = _law_of_head(seen)
+    return None if law is None else _noise(seen, law)
 
 
-def _noise(moved: Tensor, weights: Tensor, power: float, rounding: float, terms: int) -> Iterator[Noise]:
-    """Yield the noise of a vector that is zero in what gradients move; none where it says nothing.
+def _noise(seen: Observation, law: _Law) -> Noise | None:
+    """Return the noise in the sums of a law; None where a parameter is not released, or nothing moved.
 
-    Its entries are signed sums of so many terms, and `weights` are the same sums of θ_0's: decay moves all weights in
-    proportion to θ_0, so the part along these is left out. `power` is the mean over the entries of the sum of the
-    squares of the terms, `rounding` that of the variances of rounding.
+    Decay moves all weights in proportion to θ_0, so the part along the same sums of θ_0's is left out.
     """
+    if not {*law.names} <= seen.gradients.keys():
+        return None
+    update = {name: seen.gradients[name][0].double() for name in law.names}
+    weights = {name: seen.model.vit.get_parameter(name).detach().double() for name in law.names}
+    rounding = {name: rounding_of(seen, name) for name in law.names}
+    whole = law.whole or law.terms
+    power, of_rounding = (float(whole(own).square().sum(0).mean()) for own in (update, rounding))
     if power == 0:
-        return
-    size = weights.square().sum()
-    along = moved @ weights / size if size > 0 else 0.0
-    variance = float((moved - along * weights).square().mean())
-    yield Noise((variance / terms) ** 0.5, variance / power, variance <= _ROUNDING * rounding)
+        return None
+    terms, θ = law.terms(update), law.terms(weights).sum(0)
+    moved, size = terms.sum(0), θ.square().sum()
+    along = moved @ θ / size if size > 0 else 0.0
+    variance = float((moved - along * θ).square().mean())
+    return Noise((variance / len(terms)) ** 0.5, variance / power, variance <= _ROUNDING * of_rounding)
 
 
-def _noises(seen: Observation) -> Iterator[Noise]:
-    client = seen.client
+def _laws(seen: Observation) -> Iterator[_Law]:
+    """Yield the laws that hold for a client's optimiser and its model, as `noise_of_update` lists them."""
+    client, model = seen.client, seen.model
     assert client is not None
     if client.optimiser == "adam" and client.weight_decay:  # it divides the decay by the gradient
         return
-    yield from _class_token(seen)
-    if client.optimiser == "sgd":
-        yield from _patches(seen)
-        yield from _keys(seen)
-        yield from _head(seen)
-
-
-def _class_token(seen: Observation) -> Iterator[Noise]:
-    model, names = seen.model, ("pos_embed", "cls_token")
-    if not model.pe_of_every_token or not {*names} <= seen.gradients.keys():
+    if model.pe_of_every_token:
+        both = ("pos_embed", "cls_token")
+        yield _Law(both, lambda own: torch.stack([own["pos_embed"][0, 0], -own["cls_token"][0, 0]]))
+    if client.optimiser != "sgd":
         return
-    (e, t), (θ_e, θ_t), (r_e, r_t) = ((own["pos_embed"][0, 0], own["cls_token"][0, 0]) for own in _of(seen, names))
-    power, rounding = (float((x.square() + y.square()).mean()) for x, y in ((e, t), (r_e, r_t)))
-    yield from _noise(e - t, θ_e - θ_t, power, rounding, 2)
+    if model.unk_embed is None and isinstance(getattr(model.vit.patch_embed, "norm", None), nn.Identity):
+        count, bias = model.vit.patch_embed.num_patches, "patch_embed.proj.bias"
+        yield _Law(("pos_embed", bias), lambda own: torch.cat([own["pos_embed"][0, -count:], -own[bias][None]]))
+    names = tuple(name for name in seen.gradients if name.endswith(".attn.qkv.bias"))
+    if names and _keys_are_free(model):
+        yield _Law(
+            names,
+            lambda own: torch.stack([own[name].chunk(3)[1] for name in names]).view(1, -1),
+            whole=lambda own: torch.stack([own[name] for name in names]).view(1, -1),
+        )
+    if (head := _law_of_head(seen)) is not None:
+        yield head
 
 
-def _patches(seen: Observation) -> Iterator[Noise]:
-    model, names = seen.model, ("pos_embed", "patch_embed.proj.bias")
-    plain = model.unk_embed is None and isinstance(getattr(model.vit.patch_embed, "norm", None), nn.Identity)
-    if not plain or not {*names} <= seen.gradients.keys():
-        return
-    count = model.vit.patch_embed.num_patches
-    (e, b), (θ_e, θ_b), (r_e, r_b) = ((own[names[0]][0, -count:], own[names[1]]) for own in _of(seen, names))
-    power, rounding = (float((x.square().sum(0) + y.square()).mean()) for x, y in ((e, b), (r_e, r_b)))
-    yield from _noise(e.sum(0) - b, θ_e.sum(0) - θ_b, power, rounding, count + 1)
-
-
-def _keys(seen: Observation) -> Iterator[Noise]:
-    if not _keys_are_free(seen.model):
-        return
-    names = [name for name in seen.gradients if name.endswith(".attn.qkv.bias")]
-    if not names:
-        return
-    u, θ, rounding = (torch.stack([own[name] for name in names]).unflatten(1, (3, -1)) for own in _of(seen, names))
-    power, error = (float(x.square().mean()) for x in (u, rounding))
-    yield from _noise(u[:, 1].flatten(), θ[:, 1].flatten(), power, error, 1)
+def _law_of_head(seen: Observation) -> _Law | None:
+    client, name = seen.client, "head.weight"
+    assert client is not None
+    of_softmax = client.optimiser == "sgd" and client.loss == "cross-entropy"
+    return _Law((name,), lambda own: own[name]) if of_softmax else None
 
 
 def _keys_are_free(model: VictimModel) -> bool:
     """Return whether a key's bias adds one number to all logits of a query: keys are neither normalised nor turned."""
     norms = [module for path, module in model.vit.named_modules() if path.endswith("attn.k_norm")]
     return all(isinstance(norm, nn.Identity) for norm in norms) and getattr(model.vit, "rope", None) is None
-
-
-def _head(seen: Observation) -> Iterator[Noise]:
-    client, names = seen.client, ("head.weight",)
-    assert client is not None
-    if client.optimiser != "sgd" or client.loss != "cross-entropy" or names[0] not in seen.gradients:
-        return
-    W, θ, rounding = (own[names[0]] for own in _of(seen, names))
-    power, error = (float(x.square().sum(0).mean()) for x in (W, rounding))
-    yield from _noise(W.sum(0), θ.sum(0), power, error, len(W))
-
-
-def _of(seen: Observation, names: tuple[str, ...] | list[str]) -> tuple[dict[str, Tensor], ...]:
-    """Return the update of these parameters, θ_0, and the standard deviations of rounding, in float64."""
-    assert seen.client is not None
-    moved = {name: seen.gradients[name][0].double() for name in names}
-    weights = {name: seen.model.vit.get_parameter(name).detach() for name in names}
-    rounding = {name: rounding_deviation(weights[name], seen.gradients[name][0], seen.client) for name in names}
-    return moved, {name: θ.double() for name, θ in weights.items()}, rounding

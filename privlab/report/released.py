@@ -8,12 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError, draw_for, full_precision
-from privlab.evaluation import Batch, Specification, Trial, defense_of
-from privlab.evaluation.client_updates import observe_clients, share_out
+from privlab.base import PrivlabError, full_precision
+from privlab.evaluation import Batch, Clients, Specification, defense_of
 from privlab.images import NamedImage
-from privlab.release import observe, released_parameters
-from privlab.threat import Feed, Stack
+from privlab.threat import Observation, Stack
 from privlab.victims import Victim
 
 Gradients = Mapping[str, Tensor]
@@ -107,17 +105,10 @@ class Releases:
 
 def _released(spec: Specification, base: Victim, batch: Batch, stack: Stack) -> Mapping[str, Float[Tensor, "b ..."]]:
     """Return what a client releases of each image, by the names of parameters; it draws as it does in a run."""
-    model, client = base.model, spec.local_training
-    draws = batch.release_draws(spec.seed, spec.draw, 1)
-    if client is not None:
-        trial = Trial(spec.settings[0], Feed.undefended(batch.images, model.patch), batch.images)
-        seen = observe_clients(
-            model, share_out(client, 1), trial, batch, released_parameters(model), draws, stack.parts
-        )
-    else:
-        key = draw_for(spec.seed, base.weights.sha256, "key", spec.draw)
-        feed = stack.feed(batch.images, model.patch, batch.draws(spec.seed, "defense", spec.draw), 1, key)
-        seen = observe(model, feed, batch.labels, released_parameters(model), stack.parts, draws)
+    clients = Clients(spec.client_release, stack, spec.seed, spec.draw, base.weights.sha256)
+    trial = clients.trial(base.model, batch, spec.settings[0])
+    seen = clients.observe(base.model, trial)
+    assert isinstance(seen, Observation)
     return seen.gradients
 
 

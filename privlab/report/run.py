@@ -13,19 +13,27 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError
+from privlab.grids import specification_of
 from privlab.stores import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from privlab.evaluation import Specification
     from privlab.report.tables import Flag, Results
+    from privlab.victims import Victim
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The results of a run: records, images and provenance, all of them in its directory."""
+    """The results of a run: records, images and provenance, all of them in its directory.
+
+    `ran` is the specification that this process ran, and `victims` are those that it attacked: files hold no models.
+    """
 
     path: Path
+    ran: "Specification | None" = None
+    victims: "Sequence[Victim]" = ()
 
     @cached_property
     def results(self) -> "Results":
@@ -38,6 +46,28 @@ class Run:
     def records(self) -> pd.DataFrame:
         """Return one row for each image, attack and layout of the patches, and for each control."""
         return self.results.records.drop(columns="case")
+
+    @cached_property
+    def spec(self) -> "Specification":
+        """Return what was run."""
+        stated = self.results.facts
+        return self.ran or specification_of(stated["specification"], stated["cases"][0]["jobs"][0]["released"])
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return the warnings of the run."""
+        return self.results.facts["warnings"]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Return the reason for each metric that could not be computed."""
+        return self.results.facts["missing_metrics"]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Return the reason of each image that has a failed record."""
+        failed = self.records[self.records.status == "failed"]
+        return dict(zip(failed.image, failed.reason, strict=True))
 
     @property
     def verdict(self) -> str:

@@ -4,7 +4,6 @@ An audit writes the directory that every other run writes, so its records, `run.
 """
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,13 +19,10 @@ from privlab.evaluation import (
     Record,
     Rows,
     Specification,
-    as_read,
-    attack_batch,
+    attempt,
     batch_key,
-    beyond_range,
-    reason_of,
 )
-from privlab.grids import Grid, Job, Reference, machine_facts
+from privlab.grids import Grid, Reference, Task, machine_facts
 from privlab.runs.attack import experiment_of, facts_of
 from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation
 from privlab.victims import Victim, victim
@@ -135,16 +131,11 @@ class AuditCase:
             seen: what was released.
             release: the images behind it, which the rows state.
         """
-        rows, start = self.rows(attack, release), time.perf_counter()
-        beyond: Record = {}
-        try:
-            read = as_read(attack, seen)
-            beyond = {"beyond_range": beyond_range(attack, read)}
-            images = attack_batch(attack, read).images
-        except Exception as error:
-            return failed([row | beyond for row in rows], reason_of(attack, error)), None
-        beyond["seconds_attack"] = (time.perf_counter() - start) / len(rows)
-        return [row | beyond for row in rows], images
+        made, rows = attempt(attack, seen), self.rows(attack, release)
+        rows = [row | {"beyond_range": made.beyond[0]} for row in rows] if made.beyond else rows
+        if made.reconstruction is None:
+            return failed(rows, made.reason or ""), None
+        return [row | {"seconds_attack": made.seconds / len(rows)} for row in rows], made.reconstruction.images
 
     def facts(self, out: Path, source: str, command: str | None) -> dict[str, Any]:
         """Return what `run.json` states of the audit, as that of any other run does.
@@ -156,17 +147,17 @@ class AuditCase:
         """
         spec, group, setting = self.spec, self.group, self.spec.settings[0]
         kept = {*CONTROLS[: bool(self.metrics)], *(attack.name for attack in group.attacks)}
-        jobs: list[Job] = []
+        tasks: list[Task] = []
         for n in sorted({len(release) for release in self.releases}) or [spec.together or 1]:
             made = self._rows(n)
             cells = {name: key for name, key in made.cells(setting, [group]).items() if name in kept}
             images = tuple(image for release in self.releases if len(release) == n for image in release)
-            jobs.append(Job(0, made.spec, setting, not jobs, cells, self.refused, images, tuple(self.metrics)))
+            tasks.append(Task(0, made.spec, (setting,), images, cells, tuple(self.metrics), self.refused))
         experiment = experiment_of(spec, [group.victim], [[group]], out)
         experiment = replace(experiment, title=f"Audit of {source}: {experiment.title}")
         return (
             facts_of(spec, [group.victim], [[group]])
-            | Grid(experiment, tuple(jobs), (source,), self.missing, ()).facts()
+            | Grid(experiment, tuple(tasks), (source,), self.missing, ()).facts()
             | machine_facts(command, group.victim.model.mean.device)
         )
 

@@ -27,8 +27,8 @@ from privlab.release import (
     update_in,
 )
 from privlab.release.explained import residual
-from privlab.release.labels.update_labels import UpdateLabels, labels_of_update
-from privlab.release.update_files import check_order, label_of_update, update_between, update_observation
+from privlab.release.labels import check_order, label_of_update, labels_of_update
+from privlab.release.update_files import update_between, update_observation
 from privlab.release.update_noise import Noise, noise_of_update
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
 from privlab.runs.audit_case import audited_victim
@@ -45,7 +45,6 @@ from privlab.victims import Victim, own_layout, read_state
 
 GIVE_WEIGHTS = "Give the client's --weights, saved before the optimiser's step."
 
-_LABELS = 3  # the most labels that are tried where the update of the head tells none
 _OF_ADAPTERS = ("client.rank", "client.prompts")
 
 Files = Path | tuple[Path, Path]
@@ -123,7 +122,7 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     else:
         check_order(seen, source)
     found = labels_of_update(seen)
-    given = replace(given, told=Told(found.labels, found.labels) if found.labels else None)
+    given = replace(given, told=found if found.labels else None)
     alone = client.released_images == 1 and not seen.defense
     label = label_of_update(seen) if alone and not noisy else None
     fitted = None if label is None else fit_client(seen, label, source)
@@ -175,7 +174,7 @@ def _explained(given: Given, fitted: Fitted, label: int) -> Given:
     )
 
 
-def _unexplained(given: Given, found: UpdateLabels, label: int | None) -> Given:
+def _unexplained(given: Given, found: Told, label: int | None) -> Given:
     """Return an update that no settings explain, with what else its labels show, and say what contradicts them."""
     seen, source, client, told = given.seen, given.released.source, given.client, given.told
     if told is None and client.has_labels and found.remark is None:
@@ -219,7 +218,7 @@ def _label_of_image(seen: Observation) -> int | None:
     with full_precision(), collect_warnings([]):
         image = PatchUpdate(decay="fitted")(seen)
         moved = undecayed(seen.model, {name: u[0] for name, u in seen.gradients.items()}, client)
-        left = {label: residual(seen, image, label) for label in labels_that_rise(seen.model, moved, image, _LABELS)}
+        left = {label: residual(seen, image, label) for label in labels_that_rise(seen.model, moved, image)}
     best = min(left, key=lambda label: left[label])
     return best if left[best] < EXPLAINED_RESIDUAL else None
 

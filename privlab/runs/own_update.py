@@ -20,7 +20,8 @@ from privlab.release import (
     update_capabilities,
 )
 from privlab.release.explained import explained_share
-from privlab.release.update_files import label_of_update, update_between
+from privlab.release.labels import label_of_update
+from privlab.release.update_files import update_between
 from privlab.runs.update_diagnosis import decay_shown, fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel

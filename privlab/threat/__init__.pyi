@@ -29,4 +29,8 @@ from .losses import private_targets as private_targets
 from .observations import FeatureObservation as FeatureObservation
 from .observations import Observation as Observation
 from .observations import Reconstruction as Reconstruction
+from .releases import Features as Features
+from .releases import Gradient as Gradient
+from .releases import Release as Release
+from .releases import Update as Update
 from .stack import Stack as Stack

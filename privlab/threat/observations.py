@@ -51,6 +51,15 @@ class Observation:
     client: Client | None = None
     public: Float[Tensor, "m c h w"] | None = None
 
+    def take(self, releases: Sequence[int]) -> "Observation":
+        """Return the observation of some of the releases."""
+        return replace(self, gradients={name: g[releases] for name, g in self.gradients.items()})
+
+    def each(self) -> list["Observation"]:
+        """Return the observation of each release by itself."""
+        count = len(next(iter(self.gradients.values())))
+        return [self] if count == 1 else [self.take([i]) for i in range(count)]
+
     def gradients_of(
         self, images: Float[Tensor, "n c h w"], labels: Int[Tensor, " n"] | Float[Tensor, "n y"]
     ) -> dict[str, Float[Tensor, "r ..."]]:
@@ -96,6 +105,10 @@ class FeatureObservation:
     public: Float[Tensor, "m c h w"]
     grants: frozenset[Capability]
     cut_layer: int = 0
+
+    def each(self) -> list["FeatureObservation"]:
+        """Return this observation: the features of a batch are one release."""
+        return [self]
 
     def _repr_html_(self) -> str:
         facts = _public_facts(self) | {"public images": len(self.public)}

@@ -97,6 +97,35 @@ class Stack:
             feed = _after(feed, part(feed.images, patch, own))
         return feed
 
+    def release(
+        self, gradients: Mapping[str, Float[Tensor, "r ..."]], draws: Sequence[Generator]
+    ) -> Mapping[str, Float[Tensor, "r ..."]]:
+        """Return what is released instead of gradients or updates: each part on gradients acts on that of the last.
+
+        Args:
+            gradients: those of r releases, by parameter name.
+            draws: the secret generator of each release.
+
+        Raises:
+            PrivlabError: if a part leaves out a parameter that it does not declare to withhold, or changes its shape.
+        """
+        for part in self.on_gradients:
+            made = part.release(gradients, draws)
+            for name in gradients.keys() - defense_declarations(part).withholds(gradients.keys()):
+                right = tuple(gradients[name].shape)
+                if name not in made:
+                    raise PrivlabError(
+                        f"Defense '{part.name}' must return each parameter that it does not declare to withhold. "
+                        f"Found no {name}."
+                    )
+                if tuple(made[name].shape) != right:
+                    raise PrivlabError(
+                        f"Defense '{part.name}' must return each parameter in its shape. Found {name} of "
+                        f"{tuple(made[name].shape)} instead of {right}."
+                    )
+            gradients = made
+        return gradients
+
     def send(self, tokens: Float[Tensor, "b t d"], prefix: int, draws: Draws) -> Sent:
         """Return what the client sends instead of its embedded tokens.
 

@@ -38,11 +38,7 @@ def adapted(model: VictimModel, rank: int) -> VictimModel:
     """Return a copy whose attention computes W u + b + B A u in each block's qkv, with A drawn by peft and B = 0.
 
     It gives the same logits. The base is `….qkv.base_layer`; A is `….qkv.lora_A.default.weight`, r × D, and B is
-    `….qkv.lora_B.default.weight`, 3 D × r. A model that has adapters is returned as it is.
-
-    Args:
-        model: the victim; it is left as it is.
-        rank: r, ≥ 1.
+    `….qkv.lora_B.default.weight`, 3 D × r. A model that has adapters is returned as it is. The rank is r ≥ 1.
 
     Raises:
         PrivlabError: if peft is not installed, or no layer of the model is named qkv.
@@ -69,11 +65,7 @@ def bottlenecked(model: VictimModel, rank: int) -> VictimModel:
 
     The parameters are `….mlp.adapter.down.weight` and `.bias`, V and v, and `….mlp.adapter.up.weight` and `.bias`, U
     and u. V and U are drawn from a public seed, of small numbers, and v = u = 0, so that logits are nearly the same. A
-    model that has adapters is returned as it is.
-
-    Args:
-        model: the victim; it is left as it is.
-        rank: r, the width of the bottleneck, ≥ 1.
+    model that has adapters is returned as it is. The rank is r ≥ 1, the width of the bottleneck.
 
     Raises:
         PrivlabError: if a block of the model has no layer named mlp.
@@ -104,10 +96,6 @@ def prompted(model: VictimModel, count: int) -> VictimModel:
 
     They are timm's register tokens, `reg_token` (1 × count × D), without position embeddings, uniform in ±v with v² = 6
     / (3 P² + D). They enter the first block alone. A model that has prompts is returned as it is.
-
-    Args:
-        model: the victim; it is left as it is.
-        count: how many, ≥ 1.
 
     Raises:
         PrivlabError: if the model is of another kind than timm's `VisionTransformer`, or has register tokens.

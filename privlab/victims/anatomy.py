@@ -17,7 +17,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, first
 
 if TYPE_CHECKING:
     Vit: TypeAlias = VisionTransformer
@@ -61,8 +61,7 @@ class _Teller:
 def unwrapped(model: Any) -> Any:  # noqa: ANN401
     """Return the model inside the wrappers of `torch.compile`, DataParallel and DistributedDataParallel.
 
-    Args:
-        model: a model; anything else, and other wrappers, which may change what it computes, are returned as they are.
+    Anything else, and other wrappers, which may change what it computes, are returned as they are.
     """
     while True:
         if type(model).__name__ == "OptimizedModule" and "_orig_mod" in vars(model).get("_modules", {}):
@@ -86,6 +85,13 @@ def changed_parts(model: nn.Module) -> list[str]:
     return [path or "the model" for path, module in model.named_modules() if is_changed(module)]
 
 
+def causes(model: nn.Module) -> str:
+    """Return which parts of a model hooks or replaced methods change, as the end of a sentence; "" if none is."""
+    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    changed = changed_parts(model) + hooked
+    return f"; changed by hooks or replaced methods: {first(changed, 3)}" if changed else ""
+
+
 def told_of_places(block: nn.Module) -> dict[str, Tensor]:
     """Return what a block of a `plain_interface` is told of places beside its tokens, by argument; often nothing."""
     hooks = block._forward_pre_hooks.values()
@@ -93,11 +99,7 @@ def told_of_places(block: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_interface(vit: nn.Module) -> Vit:
-    """Return a ViT of timm as it is if it is a `VisionTransformer` itself, else a copy with all that one has.
-
-    Args:
-        vit: the model, which `check_plain` passes; it is left as it is.
-    """
+    """Return a ViT that `check_plain` passes as it is if it is a `VisionTransformer`, else a copy with all one has."""
     if type(vit) is VisionTransformer:
         return vit
     made: Any = copy.deepcopy(vit)
@@ -125,7 +127,7 @@ def check_plain(vit: object) -> None:
     """Check that a model is a ViT of timm: a patch embedding, one sequence of blocks, a norm and a head.
 
     Raises:
-        PrivlabError: if it is not, with the class that was found, where that comes from, and what it lacks.
+        PrivlabError: if it is not, with the class that was found, its module, and what it lacks.
     """
     if lacks := _lacks(vit):
         kind = type(vit)
@@ -157,11 +159,8 @@ def layers_run_once(vit: nn.Module, images: int) -> Iterator[set[str]]:
     """Collect, within the context, the linear and normalising layers that run once, on something of each image.
 
     A layer that makes a bias of relative places, or the queries of a pooling, reads no image, and one whose weight is
-    used without it does not run: the gradients of these are no sum over the tokens of an image.
-
-    Args:
-        vit: the model, which is run once within the context.
-        images: number of images, unlike each other, that it is run on; at least 2.
+    used without it does not run: the gradients of these are no sum over the tokens of an image. The model is run once
+    within the context, on two or more images that are unlike each other.
     """
     runs: dict[str, list[bool]] = {}
     found: set[str] = set()

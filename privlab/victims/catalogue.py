@@ -47,9 +47,7 @@ def show(name: str) -> dict[str, Any]:
 
     `sha256` is over names, shapes and values of all tensors in single precision, as on the card and in records;
     `matches` is None without card.
-
-    Args:
-        name: a name of `models()`, or a file of weights, with its card beside (`NAME.json` or `card.json`).
+    The name is one of `models()`, or a file of weights, with its card beside it (`NAME.json` or `card.json`).
 
     Raises:
         PrivlabError: if there is no such model, or its file cannot be read.
@@ -109,9 +107,7 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
         "source_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
         "sha256": digest,
         "fits": made.params() | {"classes": made.model.vit.num_classes, "tensors": len(state)},
-        "left_out": sorted(
-            _plain(key) for key in read if _plain(key) not in state and _plain(key) != "pos_embed.weight"
-        ),
+        "left_out": sorted({stored.bare_name(key) for key in read} - state.keys() - {"pos_embed.weight"}),
     }
     path = stored.cache_folder("models") / f"{name.replace(':', '-')}-{digest[:8]}.safetensors"
     text = json.dumps(card, indent=1, ensure_ascii=False)
@@ -121,10 +117,6 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
     except PrivlabError as error:
         raise PrivlabError(f"The model cannot be kept in {path.parent}: {error}") from error
     return path, card
-
-
-def _plain(key: str) -> str:
-    return key.removeprefix("module.")
 
 
 def _model(name: str, origin: str, architecture: str, path: Path | None, about: str) -> Model:

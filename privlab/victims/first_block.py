@@ -27,10 +27,7 @@ class PreNormBlock(nn.Module):
         self.norm1, self.attn = block.get_submodule("norm1"), block.get_submodule("attn")
         self.norm2, self.mlp = block.get_submodule("norm2"), block.get_submodule("mlp")
         self.ls1, self.ls2 = _scale(block, 1), _scale(block, 2)
-        told = told_of_places(block)
-        self.told = tuple(told)
-        for name, value in told.items():  # a buffer follows the block's precision
-            self.register_buffer(f"told_{name}", value.detach(), persistent=False)
+        self.told = {name: value.detach() for name, value in told_of_places(block).items()}
 
     def attention(self, z: Float[Tensor, "*b t d"]) -> Float[Tensor, "*b t d"]:
         """Return what attention adds to the tokens of one image, or of several."""
@@ -42,7 +39,7 @@ class PreNormBlock(nn.Module):
         return y + self.ls2(self.mlp(self.norm2(y)))
 
     def _attend(self, z: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        told = {name: self.get_buffer(f"told_{name}") for name in self.told}
+        told = {name: value.to(z) for name, value in self.told.items()}
         return self.ls1(self.attn(self.norm1(z), **told))
 
     @property
@@ -54,8 +51,7 @@ class PreNormBlock(nn.Module):
 def first_block(model: VictimModel) -> PreNormBlock:
     """Return a copy of the first block in float64, without fused attention, which has no second derivatives.
 
-    Args:
-        model: a victim for which `why_no_plain_block` has nothing to say.
+    It is that of a victim for which `why_no_plain_block` has nothing to say.
     """
     block = PreNormBlock(copy.deepcopy(model.vit.blocks[0])).double().requires_grad_(False)
     block.attn.fused_attn = False  # pyright: ignore[reportArgumentType]
@@ -69,9 +65,6 @@ def why_no_plain_block(model: VictimModel) -> str | None:
     They need the embedded tokens to enter, as they are, a block of attention and MLP with LayerNorm before each; qkv,
     the projection and the two layers of the MLP have one matrix each. What a block is made of is read, and what it
     computes is compared with it.
-
-    Args:
-        model: the victim.
     """
     block, before = model.vit.blocks[0], model.vit.norm_pre
     if isinstance(block, AprilBlock):

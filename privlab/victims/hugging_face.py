@@ -15,8 +15,9 @@ from timm.layers import LayerNorm, get_act_layer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_name, first
+from privlab.base import PrivlabError, check_name
 from privlab.victims.names import NORMALISATIONS
+from privlab.victims.weights import misfits
 
 _KINDS: Mapping[str, tuple[dict[str, Any], str]] = {
     "vit": ({}, "inception"),
@@ -71,10 +72,7 @@ def timm_names(tensors: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[T
 
     That is linear, and each entry keeps its place in one tensor, so that it takes weights as well as their gradients
     and updates. The position embedding of a class token before registers is added to that token, as timm does: that
-    suits weights alone.
-
-    Args:
-        tensors: of a ViT, DINOv2, or the vision tower of CLIP or SigLIP, by transformers' names.
+    suits weights alone. The tensors are those of a ViT, DINOv2, or the vision tower of CLIP or SigLIP.
     """
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -103,10 +101,7 @@ def as_timm(model: nn.Module) -> VisionTransformer:
     """Return timm's `VisionTransformer` with the weights of a ViT of transformers; its tokens are compared.
 
     A ViT, DINOv2 (with registers too), or the vision tower of CLIP or SigLIP; with a classifier on the class token, or
-    the projection of CLIP, as head, or without.
-
-    Args:
-        model: the model of transformers, which is left as it is.
+    the projection of CLIP, as head, or without. The model of transformers is left as it is.
 
     Raises:
         PrivlabError: for another kind of model, parts that timm's ViT lacks, or if the tokens differ.
@@ -116,12 +111,10 @@ def as_timm(model: nn.Module) -> VisionTransformer:
     check_name("model_type of transformers", kind, _KINDS)
     state = timm_names(model.state_dict())
     vit = _build(config, kind, state)
-    want = vit.state_dict()
-    odd = sorted(name for name in want.keys() | state.keys() if _shape(want, name) != _shape(state, name))
-    if odd:
+    if odd := misfits(state, vit.state_dict()):
         raise PrivlabError(
-            f"{type(model).__name__} is no ViT of one classifier on pooled tokens. Found {first(odd, 3)}, which differ "
-            f"from timm's: give the model without its head, such as {type(model).__name__.split('For')[0]}Model."
+            f"{type(model).__name__} is no ViT of one classifier on pooled tokens, as timm has it. Found {odd}: give "
+            f"the model without its head, such as {type(model).__name__.split('For')[0]}Model."
         )
     vit.load_state_dict(state)
     trained = timm_names({key: torch.zeros_like(p) + float(p.requires_grad) for key, p in model.named_parameters()})
@@ -167,10 +160,6 @@ def _build(config: Any, kind: str, state: Mapping[str, Tensor]) -> VisionTransfo
     }
     vit.pretrained_cfg = config_of_images
     return vit.to(state["patch_embed.proj.weight"])
-
-
-def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(state[name].shape) if name in state else None
 
 
 @torch.no_grad()

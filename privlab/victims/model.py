@@ -12,12 +12,12 @@ from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, first, full_precision, memory_ended
+from privlab.base import PrivlabError, full_precision, memory_ended
 from privlab.patches import unpatchify
 from privlab.victims.anatomy import (
     PREFIX_TOKENS,
     Vit,
-    changed_parts,
+    causes,
     check_plain,
     is_changed,
     layers_run_once,
@@ -143,7 +143,7 @@ class VictimModel(nn.Module):
             found = f"{tuple(whole.shape)}" if isinstance(whole, Tensor) else type(whole).__name__
             raise PrivlabError(
                 f"{self._kind()} must give logits, {tuple(parts.shape)} for {len(images)} images. Found {found}"
-                f"{_changes(self.vit)}."
+                f"{causes(self.vit)}."
             )
         return parts, whole, heard
 
@@ -160,7 +160,7 @@ class VictimModel(nn.Module):
         raise PrivlabError(
             f"{self._kind()} is more than embedding, blocks, norm and head: these alone give other logits, which "
             f"differ by up to {difference:.3g} ({difference / size if size else math.inf:.2g} of their size)"
-            f"{_changes(self.vit)}. A victim is a ViT whose blocks get every token."
+            f"{causes(self.vit)}. A victim is a ViT whose blocks get every token."
         )
 
     def _kind(self) -> str:
@@ -209,12 +209,7 @@ class VictimModel(nn.Module):
         return masked
 
     def normalised_by(self, mean: Tensor, std: Tensor) -> "VictimModel":
-        """Return a model with the same weights, which are not copied, that normalises its images otherwise.
-
-        Args:
-            mean: the mean of each channel, c × 1 × 1.
-            std: the deviation of each channel, c × 1 × 1, none of them 0.
-        """
+        """Return a model with the same weights, which are not copied, and other means and deviations, c × 1 × 1."""
         other = copy.copy(self)
         other._buffers = {**self._buffers, "mean": mean, "std": std}
         return other
@@ -285,21 +280,11 @@ class VictimModel(nn.Module):
             raise PrivlabError(f"The cut layer must be in 0 … {depth}, the number of blocks. Found {cut_layer}.")
 
     def client_blocks(self, tokens: Float[Tensor, "b t d"], cut_layer: int) -> Float[Tensor, "b t d"]:
-        """Return z_ℓ, what a client of split learning sends that holds the embedding and the first ℓ blocks.
-
-        Args:
-            tokens: z₀, what `embed` returns.
-            cut_layer: ℓ, in 0 … depth; 0 returns z₀ as it is.
-        """
+        """Return z_ℓ of z₀, what a client of split learning sends that holds the embedding and the first ℓ blocks."""
         return tokens if cut_layer == 0 else self.vit.blocks[:cut_layer](self.before_blocks(tokens))
 
     def backbone(self, tokens: Float[Tensor, "b t d"], cut_layer: int = 0) -> Float[Tensor, "b t d"]:
-        """Return T(z_ℓ): what the server of split learning computes, every token kept.
-
-        Args:
-            tokens: z_ℓ, what `client_blocks` returns.
-            cut_layer: ℓ, in 0 … depth: the first block that the server holds; 0 gives it all of them.
-        """
+        """Return T(z_ℓ): what the server of split learning computes with all blocks from ℓ on, every token kept."""
         return self.vit.blocks[cut_layer:](tokens if cut_layer else self.before_blocks(tokens))
 
     def before_blocks(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
@@ -386,12 +371,6 @@ def check_classifies(model: VictimModel) -> None:
             f"A victim classifies. Found a model without classifier (num_classes = {model.classes}): --classes N, or "
             "classes=N in Python, gives it an untrained one; --release features needs none."
         )
-
-
-def _changes(vit: nn.Module) -> str:
-    """Return which parts of a model were replaced or have hooks, as the end of a sentence; "" if none was."""
-    changed = changed_parts(vit)
-    return f"; changed by hooks or replaced methods: {first(changed, 3)}" if changed else ""
 
 
 def _check(vit: nn.Module) -> None:

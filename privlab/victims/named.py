@@ -1,8 +1,6 @@
 """Victims: named timm ViTs (`deit_s_mjp` …) with weights of stated origin and their own preprocessing."""
 
 import copy
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +17,7 @@ from privlab.victims import weights as stored
 from privlab.victims.anatomy import Vit, unwrapped
 from privlab.victims.hugging_face import as_timm, is_of_transformers
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
-from privlab.victims.names import NORMALISATIONS, resolve_own, size_error
+from privlab.victims.names import normalisation_of, of_channels, resolve_own, size_error
 from privlab.victims.own_gradients import check_gradients
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
 
@@ -75,15 +73,13 @@ class Victim:
     def normalised_by(self, stated: str) -> "Victim":
         """Return this victim, with the same weights, as a client has it that normalises its images otherwise.
 
-        Args:
-            stated: a name of `NORMALISATIONS`, or the means and the deviations of all channels, as in
-                "0.485,0.456,0.406/0.229,0.224,0.225"; one number stands for all channels.
+        That is stated by a name of `NORMALISATIONS`, or by the means and the deviations of all channels, as in
+        "0.485,0.456,0.406/0.229,0.224,0.225"; one number stands for all channels.
 
         Raises:
             PrivlabError: if it is neither, or does not have a number for each channel.
         """
-        channels = self.model.image_shape[0]
-        mean, std = _normalisation(stated, channels)
+        mean, std = normalisation_of(stated, self.model.image_shape[0])
         model = self.model.normalised_by(*(self.model.mean.new_tensor(values).view(-1, 1, 1) for values in (mean, std)))
         return replace(self, model=model, preprocessing=replace(self.preprocessing, mean=mean, std=std))
 
@@ -169,24 +165,6 @@ def victim(
         raise PrivlabError(f"--img-size {img_size} does not fit {made.name}: {right}.")
     made = made if normalisation is None else made.normalised_by(normalisation)
     return made.with_block(block)
-
-
-def _normalisation(stated: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the deviation of each channel."""
-    if stated in NORMALISATIONS:
-        mean, std = (of_channels(values, channels) for values in NORMALISATIONS[stated])
-        return mean, std
-    try:
-        mean, std = (tuple(float(value) for value in part.split(",")) for part in stated.split("/"))
-    except ValueError:
-        mean, std = (), ()
-    mean, std = (values * channels if len(values) == 1 else values for values in (mean, std))
-    if {len(mean), len(std)} != {channels} or not all(map(math.isfinite, (*mean, *std))) or 0 in std:
-        raise PrivlabError(
-            f"A normalisation is {', '.join(NORMALISATIONS)}, or MEAN/STD with a number for each of {channels} "
-            f"channels, or one for all, and no deviation of 0, as 0.5/0.5. Found '{stated}'."
-        )
-    return mean, std
 
 
 def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, unknown_pe: str | None = None) -> Victim:
@@ -407,14 +385,3 @@ def _assemble(
         interpolation=config["interpolation"],
     )
     return Victim(name, architecture, model, preprocessing, Weights(origin, stored.hash_of(state), unknown_origin))
-
-
-def of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return the mean or the standard deviation of each channel: those of the colours, and their mean for the luma.
-
-    Args:
-        values: those of red, green and blue.
-        channels: the number of channels, 1 to 4.
-    """
-    luma = sum(values) / len(values)
-    return (luma,) if channels == 1 else (*values, luma)[:channels]

@@ -1,5 +1,6 @@
 """The names of the victims and of the other models, which cost no import of torch or timm."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -83,15 +84,33 @@ def check_img_size(name: str, img_size: int | None) -> None:
         raise size_error(name, img_size, patch)
 
 
-def check_normalisation(stated: str) -> None:
-    """Refuse a normalisation that is neither a name nor MEAN/STD; the numbers are read where the channels are known.
+def normalisation_of(stated: str, channels: int | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the deviation of each channel that a name or MEAN/STD states, one number being for all.
 
     Raises:
-        PrivlabError: for another name, with those that there are.
+        PrivlabError: if it is neither, or does not have a number for each channel, where their number is given.
     """
-    if "/" not in stated and stated not in NORMALISATIONS:
-        known = ", ".join(NORMALISATIONS)
-        raise PrivlabError(f"A normalisation is {known}, or MEAN/STD, such as 0.5/0.5. Found '{stated}'.")
+    if stated in NORMALISATIONS:
+        mean, std = (of_channels(values, channels or 3) for values in NORMALISATIONS[stated])
+        return mean, std
+    try:
+        mean, std = (tuple(float(value) for value in part.split(",")) for part in stated.split("/"))
+    except ValueError:
+        mean, std = (), ()
+    count = channels or max(len(mean), len(std), 1)
+    mean, std = (values * count if len(values) == 1 else values for values in (mean, std))
+    if {len(mean), len(std)} != {count} or not all(map(math.isfinite, (*mean, *std))) or 0 in std:
+        raise PrivlabError(
+            f"A normalisation is {', '.join(NORMALISATIONS)}, or MEAN/STD with a number for each of {count} channels, "
+            f"or one for all, and no deviation of 0, as 0.5/0.5. Found '{stated}'."
+        )
+    return mean, std
+
+
+def of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return the mean or deviation of each of 1 to 4 channels: those of the colours, and their mean for the luma."""
+    luma = sum(values) / len(values)
+    return (luma,) if channels == 1 else (*values, luma)[:channels]
 
 
 def size_error(name: str, img_size: int, patch: int) -> PrivlabError:

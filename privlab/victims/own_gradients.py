@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from privlab.base import PrivlabError, first, full_precision, gradients_enabled, memory_ended, warn
-from privlab.victims.anatomy import changed_parts
+from privlab.victims.anatomy import causes, changed_parts
 from privlab.victims.closed_form import released_gradients, released_parameters
 from privlab.victims.feed import Feed
 from privlab.victims.hugging_face import is_of_transformers, timm_names
@@ -84,7 +84,7 @@ def check_gradients(own: nn.Module, model: VictimModel, head: nn.Module) -> None
     worst = max(differences, key=differences.__getitem__)
     raise PrivlabError(
         f"{kind} has other gradients than its layers alone give: that of '{worst}' differs by "
-        f"{differences[worst]:.2g} of its size ({len(differences)} of {len(wanted)} parameters differ){_causes(own)}. "
+        f"{differences[worst]:.2g} of its size ({len(differences)} of {len(wanted)} parameters differ){causes(own)}. "
         "Remove the hooks that change values, and restore each module's own forward."
     )
 
@@ -151,13 +151,6 @@ def _differences(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> d
         if not apart <= max(_SAME, 32 * rounding) * size + 8 * rounding * largest[module[name]]:
             differences[name] = apart / size
     return differences
-
-
-def _causes(own: nn.Module) -> str:
-    """Return what was changed in a model or has hooks, as the end of a sentence; "" if nothing was."""
-    causes = changed_parts(own)
-    causes += [name for name, parameter in own.named_parameters() if parameter._backward_hooks]
-    return f"; hooks or replaced methods: {first(causes, 3)}" if causes else ""
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 import hashlib
 import os
 import pickle
+import re
 import sys
 import threading
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from privlab.victims.anatomy import Vit
 from privlab.victims.names import check_weights_file
 
 State = dict[str, Tensor]
+
+_WRAPPERS = re.compile(r"^((module|_orig_mod|victim|vit|net)\.)+")
 
 
 class WeightsUnavailable(PrivlabError):
@@ -99,7 +102,7 @@ def from_any_layout(state: Mapping[str, Tensor]) -> State:
     `pos_embed.weight` has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`.
     Checkpoints of `privlab train` count as privlab's own.
     """
-    named = {_bare(name): tensor for name, tensor in state.items()}
+    named = {bare_name(name): tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in named.items() if not name.startswith(("dlocr.", "dal."))}
     table = state.get("pos_embed.weight")
     if table is not None and table.ndim == 2:
@@ -110,16 +113,14 @@ def from_any_layout(state: Mapping[str, Tensor]) -> State:
     return state
 
 
-def _bare(name: str) -> str:
-    """Return a tensor's name without the prefixes of what wraps the model: DDP, the victim, a training's module."""
-    for wrapper in ("module.", "victim.", "vit.", "net."):
-        name = name.removeprefix(wrapper)
-    return name
+def bare_name(name: str) -> str:
+    """Return a tensor's name without the prefixes of what wraps the model: torch's, a victim, a training's module."""
+    return _WRAPPERS.sub("", name)
 
 
 def own_layout(model: nn.Module) -> State:
     """Return the tensors of a model in privlab's own layout: timm's names, and `unk_embed` for E_unk."""
-    return {_bare(name): tensor for name, tensor in model.state_dict().items()}
+    return {bare_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def fit(vit: Vit, state: State, source: str, *, resize: bool = False) -> None:
@@ -170,27 +171,7 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
         PrivlabWarning: for integer tensors that the network does not have, which are left aside.
     """
     want = net.state_dict()
-    if whole := [
-        f"{k} of {tensor.dtype}"
-        for k, tensor in state.items()
-        if k in want and want[k].is_floating_point() and not tensor.is_floating_point()
-    ]:
-        raise PrivlabError(
-            f"The weights of {source} must be floating-point numbers. Found {first(whole, 3)}: save them as the "
-            "model trains them, in float32."
-        )
-    aside = [k for k in state if k not in want and not state[k].is_floating_point()]
-    shapes = [
-        f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
-        for k in want
-        if k in state and state[k].shape != want[k].shape
-    ]
-    problems = {
-        "missing": [k for k in want if k not in state and not k.endswith("num_batches_tracked")],
-        "unexpected": [k for k in state if k not in want and k not in aside],
-        "mis-shaped": shapes,
-    }
-    found = "; ".join(f"{kind}: {first(names)}" for kind, names in problems.items() if names)
+    check_floats({key: state[key] for key in state if key in want and want[key].is_floating_point()}, source)
     if not want.keys() & state.keys():
         raise PrivlabError(
             f"{source} holds the weights of another kind of network: {first([*state], 3)}, and none of this model's, "
@@ -199,18 +180,59 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
     theirs, ours = (_shape_of_vit(of) for of in (state, want))
     if theirs and ours and theirs[0] != ours[0]:
         raise PrivlabError(f"{source} holds the weights of {_vit(*theirs)}, and this model is {_vit(*ours)}.")
-    if found:
+    aside = {key for key in state if key not in want and not state[key].is_floating_point()}
+    state = {key: tensor for key, tensor in state.items() if key not in aside}
+    counters = {key for key in want if key.endswith("num_batches_tracked")}
+    if found := misfits(state, want, counters):
         raise PrivlabError(f"The weights of {source} do not fit this model. {found}{hint}.")
-    if aside:
-        named = first([f"{k} ({state[k].dtype})" for k in aside], 3)
-        warn(
-            f"{source}: {named} {'is' if len(aside) == 1 else 'are'} left aside: this model has no such tensor, and "
-            "integers, such as the counters of BatchNorm, are no weights.",
-        )
+    warn_of_integers(aside, source)
     try:
-        net.load_state_dict({k: tensor for k, tensor in state.items() if k not in aside})
+        net.load_state_dict(state)
     except RuntimeError as error:  # tensors that are sparse or quantised
         raise PrivlabError(f"The weights of {source} cannot be copied into this model: {error}.") from error
+
+
+def misfits(found: Mapping[str, Tensor], want: Mapping[str, Tensor], optional: Collection[str] = ()) -> str:
+    """Return which tensors are missing, unexpected and mis-shaped, by their first names; "" if all fit.
+
+    Args:
+        found: the tensors that there are, by name.
+        want: those that there should be.
+        optional: names of those that may be missing.
+    """
+    problems = {
+        "missing": [name for name in want if name not in found and name not in optional],
+        "unexpected": [name for name in found if name not in want],
+        "mis-shaped": [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(want[name].shape)}"
+            for name in want
+            if name in found and found[name].shape != want[name].shape
+        ],
+    }
+    return "; ".join(f"{kind}: {first(names)}" for kind, names in problems.items() if names)
+
+
+def check_floats(weights: State, source: str) -> None:
+    """Check that weights are no integers.
+
+    Raises:
+        PrivlabError: if some are.
+    """
+    if whole := [f"{key} of {tensor.dtype}" for key, tensor in weights.items() if not tensor.is_floating_point()]:
+        raise PrivlabError(
+            f"The weights of {source} must be floating-point numbers. Found {first(whole, 3)}: save them as the "
+            "model trains them, in float32."
+        )
+
+
+def warn_of_integers(names: Collection[str], source: str) -> None:
+    """Warn that integer tensors of these names, if there are any, are left aside."""
+    if names:
+        verb = "is" if len(names) == 1 else "are"
+        warn(
+            f"{source}: {first(sorted(names), 3)} {verb} left aside: integers that are none of this model's tensors, "
+            "such as the counters of BatchNorm, are no weights."
+        )
 
 
 def _shape_of_vit(state: State) -> tuple[int, int] | None:

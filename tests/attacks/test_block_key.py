@@ -50,6 +50,7 @@ def test_the_square_has_eight_symmetries() -> None:
     assert len(squares()) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_order_of_values_is_found_up_to_a_symmetry(channels: int) -> None:
     X = smooth_patches(6000)[:, : channels * SIDE**2]

@@ -116,6 +116,7 @@ def test_means_of_several_steps_are_read(tiny_model: Model, crops: Tensor) -> No
         ClientUnrolling()(seen_of(tiny_model(img_size=8), stored(crops, 1, 8)))
 
 
+@pytest.mark.slow
 def test_one_client_with_frozen_position_embeddings_is_exact_after_several_steps(
     tiny_model: Model, crops: Tensor
 ) -> None:

@@ -188,6 +188,7 @@ def trained(shared: Callable[[str], Path], name: str, side: int) -> tuple[Victim
     return base, torch.stack([base.preprocessing(image.pixels) for image in pictures if image.pixels])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [160, 192])
 def test_trained_vit_ti_leaks_photographs_where_n_is_below_d(shared: Callable[[str], Path], side: int) -> None:
     base, images = trained(shared, "vit_ti", side)
@@ -196,6 +197,7 @@ def test_trained_vit_ti_leaks_photographs_where_n_is_below_d(shared: Callable[[s
     assert psnr(PatchGradient()(found), images).min() > 100
 
 
+@pytest.mark.slow
 def test_trained_vit_ti_at_224_pixels_has_more_tokens_than_width(shared: Callable[[str], Path]) -> None:
     base, images = trained(shared, "vit_ti", 224)
     with pytest.warns(PrivlabWarning, match=r"196.*192"):
@@ -203,6 +205,7 @@ def test_trained_vit_ti_at_224_pixels_has_more_tokens_than_width(shared: Callabl
     assert 20 < psnr(reconstruction, images).mean() < 45
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_mjp_on_trained_weights_hides_the_image_from_the_plain_attack(shared: Callable[[str], Path]) -> None:
     base, images = trained(shared, "vit_ti_mjp", 160)

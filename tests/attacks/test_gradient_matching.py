@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -282,11 +283,28 @@ def test_a_kill_loses_no_more_than_the_last_seconds(
     kept = []
 
     def look(now: TrainingProgress) -> None:
-        kept.extend([*cache.rglob("step-*")] if now.step == 5 else [])
+        kept.extend(int(load_file(path)["done"]) for path in cache.rglob("*.safetensors"))
 
     with listening(look):
         GradientMatching(start="grey", steps=5)(seen)
-    assert {path.name for path in kept} == {"step-00000003", "step-00000004"}
+    assert kept == [1, 2, 3, 4]
+
+
+def test_a_damaged_state_is_passed_over(small: VictimModel, cache: Path) -> None:
+    _, seen = seen_of(small, pictures(1))
+    attack = GradientMatching(start="grey", steps=3)
+
+    def stop(now: TrainingProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), listening(stop):
+        attack(seen)
+    (path,) = cache.rglob("*.safetensors")
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    _, heard = steps_of(attack, seen)
+    assert [now.step for now in heard] == [1, 2, 3]
 
 
 def test_a_cache_that_cannot_be_written_is_no_failure(

@@ -143,6 +143,7 @@ def test_it_corrects_what_it_never_saw(tiny_model: Make, crops: Tensor) -> None:
         assert psnr(found.images, private).mean() > psnr(start.images, private).mean() + 0.3
 
 
+@pytest.mark.slow
 def test_it_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all that shapes it: other noise, other public images or other starts have a U-Net of their own."""
     model, public = tiny_model(), crops[24:88].double()

@@ -79,6 +79,7 @@ def test_later_passes_are_not_needed(tiny_model: Model, crops: Tensor) -> None:
     assert (psnr(found, images) > 150).all()
 
 
+@pytest.mark.slow
 def test_images_without_grey_levels(tiny_model: Model, crops: Tensor) -> None:
     images = stored(crops, 2, 8)
     images = images + 0.002 * torch.rand(images.shape, generator=Generator().manual_seed(0), dtype=images.dtype)

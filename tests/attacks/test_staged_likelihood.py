@@ -121,6 +121,7 @@ def test_entries_weigh_by_the_error_that_the_defense_states(tiny_model: Make, im
 # A step
 
 
+@pytest.mark.slow
 def test_steps_lower_the_objective_and_find_the_image(tiny_model: Make, images: Tensor) -> None:
     """From an image with noise of 20 dB, by exact gradients; each image by itself."""
     model = tiny_model()
@@ -182,6 +183,7 @@ def test_it_comes_nearer_than_its_start(tiny_model: Make, images: Tensor, defens
     assert made.max() <= 1
 
 
+@pytest.mark.slow
 def test_images_are_found_each_by_itself(tiny_model: Make, images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory holds one image at a time the result is the same."""
     seen = under(tiny_model(), images, GradientPruning(keep=0.5))

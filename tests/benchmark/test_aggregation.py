@@ -22,6 +22,7 @@ from privlab.benchmark.results import Result
 from privlab.benchmark.submit import worth_of
 from privlab.benchmark.tracks import TrackCase, photographs, track
 from privlab.evaluation import Specification
+from privlab.images import Data
 from privlab.report.tables.knowledge import AGGREGATION, declared_defenses
 
 CARD = (PACKAGE / "cards/local-training-secure-aggregation.toml").read_text("utf-8")
@@ -34,7 +35,7 @@ def card(*pairs: tuple[str, str]) -> Card:
     for old, new in pairs:
         assert old in text
         text = text.replace(old, new)
-    return parse_card(text, "my.toml", Path())
+    return parse_card(text, Path("my.toml"))
 
 
 def asked(of: Card, setting: str) -> Specification:
@@ -92,9 +93,9 @@ def test_without_secure_aggregation_a_part_is_one_run() -> None:
 
 
 def ran(spec: Specification, *given: object, **how: object) -> Any:
-    """Return what a run would record, and write nothing: a row for each photograph of its manifest."""
-    lines = Path(spec.manifest or "").read_text("utf-8").splitlines()[1:]
-    hashes = [line.rpartition(",")[2] for line in lines]
+    """Return what a run would record, and write nothing: a row for each of its photographs."""
+    assert isinstance(spec.images, Data)
+    hashes = [image.sha256 for image in spec.images.without_pixels()]
     rows = {"attack": "client-unrolling", "setting": spec.settings[0], "geometry": "in_place", "draw": 0}
     found = DataFrame(rows | {"image_sha256": hashes, "image": "", "defense": "none", "defense_params": "{}"})
     return type("Outcome", (), {"records": found})
@@ -141,8 +142,8 @@ def test_who_tells_images_apart_knows_it() -> None:
         assert AGGREGATION not in declared_defenses(name)
 
 
-@pytest.mark.parametrize(("attack", "known"), [("client-unrolling", ("client-unrolling",)), ("patch-update", ())])
-def test_the_rule_asks_who_knows_it(attack: str, known: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("attack", "known"), [("client-unrolling", ["client-unrolling"]), ("patch-update", [])])
+def test_the_rule_asks_who_knows_it(attack: str, known: list[str]) -> None:
     lead = {"psnr": 60.0, "ssim": 0.9, "psnr_affine": 60.0, "correlation": 1.0, "gms_affine": 0.0}
     names = list(photographs("bundled"))
     rows = [
@@ -154,10 +155,10 @@ def test_the_rule_asks_who_knows_it(attack: str, known: tuple[str, ...]) -> None
         for i, sha in enumerate(names)
     ]
     found = judge(DataFrame(rows).reindex(columns=[*measure.KEPT, *OF.metrics]), OF)
-    assert found.known_by == known
-    assert (found.verdict, found.images) == ("no evidence", 14)  # of which none is exact
-    assert any(flag.startswith("No adaptive attack") for flag in found.flags) == (not known)
-    assert not any(flag.startswith("One draw") for flag in found.flags)
+    assert found["known_by"] == known
+    assert (found["verdict"], found["images"]) == ("no evidence", 14)  # of which none is exact
+    assert any(flag.startswith("No adaptive attack") for flag in found["flags"]) == (not known)
+    assert not any(flag.startswith("One draw") for flag in found["flags"])
 
 
 def test_whole_releases_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +182,13 @@ def test_whole_releases_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_track_takes_defenses_of_images(name: str) -> None:
     (other,) = defense_entries("gradients" if name == "jigsaw" else "features", [name])
     text = other.text.replace(f'track = "{other.track}"', 'track = "local-training"')
-    assert [part.name for part in instances(parse_card(text, "my.toml", Path()))] == [name]
+    assert [part.name for part in instances(parse_card(text, Path("my.toml")))] == [name]
 
 
 def test_the_track_takes_no_filter_of_updates() -> None:
     text = (PACKAGE / "cards/updates-pruning.toml").read_text("utf-8").replace('"updates"', '"local-training"')
     with pytest.raises(PrivlabError, match="'local-training'"):
-        instances(parse_card(text, "my.toml", Path()))
+        instances(parse_card(text, Path("my.toml")))
 
 
 @pytest.mark.slow

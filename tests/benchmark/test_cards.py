@@ -10,8 +10,9 @@ import pytest
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import TEMPLATES, instances, parse_card, read_card, write_template
 from privlab.benchmark.entries import PACKAGE
+from privlab.benchmark.measure import Photographs
 from privlab.benchmark.plugins import ALLOWED, check_source
-from privlab.benchmark.tracks import TRACKS, VERSION, photographs, track, write_manifest
+from privlab.benchmark.tracks import TRACKS, VERSION, photographs, track
 from privlab.images import open_images
 
 FROZEN = {
@@ -41,7 +42,7 @@ how = "not measured"
 
 
 def card(text: str = CARD) -> Any:
-    return parse_card(text, "my.toml", Path())
+    return parse_card(text, Path("my.toml"))
 
 
 def test_the_tracks_are_frozen() -> None:
@@ -67,17 +68,17 @@ def test_photographs_are_chosen_by_hash_whatever_their_names(tmp_path: Path, mon
         assert image.pixels
         image.pixels.save(folder / f"{i}.png")
         wanted[hashlib.sha256((folder / f"{i}.png").read_bytes()).hexdigest()] = str(i)
-    monkeypatch.setattr("privlab.benchmark.tracks.photographs", lambda part: wanted)
-    assert write_manifest("public", str(folder), tmp_path / "m.csv") == str(folder)
-    assert (tmp_path / "m.csv").read_text() == "name,sha256\n" + "".join(f"{n}.png,{s}\n" for s, n in wanted.items())
+    monkeypatch.setattr("privlab.benchmark.measure.photographs", lambda part: wanted)
+    how, hashes = Photographs(folder=str(folder)), [*wanted][::-1]
+    assert [image.sha256 for image in how.chosen("public", hashes)] == hashes
     (folder / "1.png").unlink()
     with pytest.raises(PrivlabError, match="1 of 2 public photographs"):
-        write_manifest("public", str(folder), tmp_path / "m.csv")
+        how.chosen("public", hashes)
 
 
-def test_the_other_photographs_need_a_folder(tmp_path: Path) -> None:
+def test_the_other_photographs_need_a_folder() -> None:
     with pytest.raises(PrivlabError, match="--images FOLDER"):
-        write_manifest("hidden", None, tmp_path / "m.csv")
+        Photographs().chosen("hidden", [*photographs("hidden")])
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("cards/*.toml")), ids=lambda path: path.stem)

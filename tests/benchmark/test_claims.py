@@ -28,7 +28,7 @@ def changed(name: str, **values: object) -> Card:
     head, rest = text.split("\n\n", 1)
     lines = [line for line in head.splitlines() if line.partition(" =")[0] not in values]
     stated = [f"{key} = {value}" for key, value in values.items()]
-    return parse_card("\n".join([*stated, *lines, rest]), "card", Path())
+    return parse_card("\n".join([*stated, *lines, rest]), Path("card"))
 
 
 @pytest.mark.filterwarnings("ignore:vit_ti has RANDOM weights")
@@ -102,6 +102,7 @@ def test_numbers_that_say_nothing_are_refused(value: dict[str, Any], said: str) 
         check_claims(changed("gradients-mjp", **value), "auto")
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_card_alone_states() -> None:
     (row,) = standings([read_result(PACKAGE / "results/gradients-mjp.json")])
     own = {**row.result.data, "card": 'plugin = "my.py"\n' + row.result.data["card"]}

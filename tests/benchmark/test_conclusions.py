@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from privlab.admission import Check
 from privlab.base import PrivlabError
 from privlab.benchmark import entries, read_card, standings
 from privlab.benchmark.entries import PACKAGE
 from privlab.benchmark.judged import check_concluded, conclude
 from privlab.benchmark.results import from_rows, read_result, to_rows, write_result
 from privlab.benchmark.submit import checks_of
+from privlab.testing import Check
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -65,6 +65,7 @@ def test_a_file_must_conclude_what_its_rows_say(
     assert said in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -89,6 +90,7 @@ def test_edited_conclusions_fail_whatever_the_hash_says(
     assert said in cli("benchmark", "verify", edited(tmp_path, change)).error
 
 
+@pytest.mark.slow
 def test_a_flag_that_names_the_attacks_of_another_version_is_the_same_flag() -> None:
     (result,) = (each for each in entries() if each.path.stem == "gradients-censor")
     found = conclude(result.card, result.rows)
@@ -146,6 +148,7 @@ def test_the_list_refuses_scores_that_are_not_those_of_the_rows(tmp_path: Path, 
         standings([read_result(path)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [None, "the source"])
 def test_scores_of_attacks_are_those_of_the_rows_too(tmp_path: Path, plugin: str | None) -> None:
     path = edited(

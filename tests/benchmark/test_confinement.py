@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from privlab.admission.confinement import confined
 from privlab.base import PrivlabError, read_text
 from privlab.benchmark.cards import instances, read_card, write_template
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.submit import checks_of
+from privlab.testing.confinement import confined
 
 RELEASE = "        steps = {name"
 MORE = "        {line}\n        steps = {name"

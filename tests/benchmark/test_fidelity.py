@@ -33,6 +33,7 @@ def cosine(plain: dict[str, Tensor], released: dict[str, Tensor]) -> float:
     return float(cosine_similarity(whole, seen).mean())
 
 
+@pytest.mark.slow
 def test_what_is_withheld_counts_as_lost(undefended: dict[str, Tensor]) -> None:
     spec, withheld = Specification(models=("cifar_vit",), metrics=("psnr",)), ExcludeVars("^blocks")
     left = {name: g for name, g in undefended.items() if not name.startswith("blocks")}
@@ -42,6 +43,7 @@ def test_what_is_withheld_counts_as_lost(undefended: dict[str, Tensor]) -> None:
     assert fidelity(spec, []) == 1
 
 
+@pytest.mark.slow
 def test_what_is_pruned_counts_as_lost(undefended: dict[str, Tensor]) -> None:
     spec, pruning = Specification(models=("cifar_vit",), metrics=("psnr",)), GradientPruning(0.1)
     released = pruning.release(undefended, [Generator() for _ in range(14)])
@@ -67,6 +69,6 @@ claim = "it holds"
 
 @pytest.mark.parametrize(("name", "once"), [("gradient-sign", True), ("svt-privacy", False), ("mjp", False)])
 def test_a_random_defense_is_drawn_as_often_as_the_track_says(name: str, once: bool) -> None:
-    card = parse_card(CARD.format(name=name), "card", Path())
+    card = parse_card(CARD.format(name=name), Path("card"))
     assert card.of.draws > 1
     assert card.draws == (1 if once else card.of.draws)

@@ -49,7 +49,8 @@ def test_the_picture_is_what_is_scored(run: Path) -> None:
     images = records.image_sha256.unique()
     for geometry in ("in_place", "reassembled"):
         rows = records.loc[(records.geometry == geometry) & (records.attack == "patch-gradient")]
-        judged = Judged((), {}, "one step", {}, "", "", (), 2, images[0], images[1])
+        shown = {"median": images[0], "worst_image": images[1], "leakiest": "one step", "images": 2, "verdict": ""}
+        judged = Judged(known_by=[], worst={}, by={}, why="", flags=[], **shown)
         found = pictures(defense_entries("gradients", ["jigsaw"])[0], judged, rows, lambda row: run)
         assert {each["image"] for each in found.values()} == {*images}
         for each in found.values():
@@ -62,7 +63,7 @@ def test_the_picture_is_what_is_scored(run: Path) -> None:
 
 def test_the_run_of_a_picture_is_that_of_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Specification] = []
-    monkeypatch.setattr(Measurement, "_run", lambda own, spec, *given: asked.append(spec))
+    monkeypatch.setattr(Measurement, "_run", lambda own, case, spec, *given: asked.append(spec))
     row = {
         "case": "one step",
         "setting": "c",
@@ -91,44 +92,46 @@ def uri(name: str) -> str:
     return f"data:image/png;base64,{name}"
 
 
+@pytest.mark.slow
 def test_the_page_says_that_a_picture_is_not_of_the_attack_behind_the_score(blur: list[Result]) -> None:
-    said = Judged.of_json(blur[0].data["judged"])
+    said = blur[0].data["judged"]
     old = {
         what: {"private": uri("P"), "made": uri("M"), "attack": "least-squares", "score": score}
-        for what, score in (("median", "17.87"), ("worst", "25.05"))
+        | {"image": said[name], "geometry": "in_place"}
+        for what, name, score in (("median", "median", "17.87"), ("worst", "worst_image", "25.05"))
     }
     (row,) = standings([changed(blur[0], **old), changed(blur[1])])
-    assert row.judged is not None
-    assert (row.judged.median != said.median, row.judged.worst_image) == (True, said.worst_image)
-    assert [(each.own, each.shown, each.by) for each in pictures_of(row)] == [
-        (False, False, ("deconvolution",)),
-        (True, False, ("deconvolution",)),
+    assert (row.judged["median"] != said["median"], row.judged["worst_image"]) == (True, said["worst_image"])
+    assert [(each["own"], each["shown"], each["by"]) for each in pictures_of(row)] == [
+        (False, False, ["deconvolution"]),
+        (True, False, ["deconvolution"]),
     ]
     page, text = fragment([row]), "36.41 dB, comes from deconvolution, of which no picture is kept"
     assert f"worst photograph: picture by least-squares, 25.05 dB; the score, {text}" in page
     assert "no picture is kept of the median photograph; this was the median one before other attacks" in page
 
 
+@pytest.mark.slow
 def test_the_picture_of_an_attack_that_entered_is_shown(blur: list[Result]) -> None:
     """It is of the photograph that is the median one now, and of the attack that reaches its score."""
     (plain,) = standings(blur)
-    assert plain.judged is not None
     assert plain.result is not None
-    image = plain.judged.median
+    image = plain.judged["median"]
     rows = blur[1].rows.query("entry == 'blur'")
-    best = best_rows(rows, blur[0].card.of, plain.judged.leakiest, image).iloc[0]
+    best = best_rows(rows, blur[0].card.of, plain.judged["leakiest"], image).iloc[0]
     theirs = {"private": uri("P"), "made": uri("D"), "attack": "deconvolution", "image": image, "geometry": "in_place"}
     given = [blur[0], changed(blur[1], blur={"median": theirs | {"score": f"{best.psnr:.2f}"}})]
     (row,) = standings(given)
-    (median,) = [each for each in pictures_of(row) if each.what == "median"]
-    assert (median.made, median.own, median.shown) == (uri("D"), True, True)
+    (median,) = [each for each in pictures_of(row) if each["what"] == "median"]
+    assert (median["made"], median["own"], median["shown"]) == (uri("D"), True, True)
     assert f"median photograph: deconvolution, {best.psnr:.2f} dB" in fragment([row])
 
 
 def test_a_picture_of_another_draw_is_not_that_of_the_score() -> None:
     (result,) = of_stem("gradients-weak-noise")
-    said = Judged.of_json(result.data["judged"])
-    best = best_rows(result.rows, result.card.of, said.leakiest, said.worst_image).iloc[0]
+    said = result.data["judged"]
+    best = best_rows(result.rows, result.card.of, said["leakiest"], said["worst_image"]).iloc[0]
     own = {"private": uri("P"), "made": uri("M"), "attack": best.attack, "score": f"{best.psnr - 0.5:.2f}"}
+    own |= {"image": said["worst_image"], "geometry": best.geometry}
     (row,) = standings([changed(result, worst=own)])
     assert "comes from it in another draw or case, of which no picture is kept" in fragment([row])

@@ -18,7 +18,7 @@ SCRIPT = "Run python .ci/conclude_entries.py"
 
 def test_the_rows_are_kept_for_the_result_files_that_are_there() -> None:
     assert len(concluded_rows()) > 30, SCRIPT
-    assert listed() == [row for row, _ in concluded_rows()]
+    assert listed() == [*concluded_rows()]
 
 
 @pytest.mark.slow
@@ -56,6 +56,7 @@ def test_an_edited_file_of_rows_is_not_believed(
     assert concluded_rows.__wrapped__() == ()
 
 
+@pytest.mark.slow
 def test_the_archive_of_a_wheel_holds_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setuptools = pytest.importorskip("setuptools")
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)

@@ -66,6 +66,7 @@ def test_the_template_of_an_attack_enters_and_is_verified(mine: Path, cli: Calla
     assert cli("benchmark", "verify", mine / "my.json", "--json").json["name"] == "my-attack"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
@@ -153,6 +154,7 @@ def test_the_adversary_s_own_photographs_are_used_and_told(tmp_path: Path) -> No
     assert Photographs().public_sha256() is None
 
 
+@pytest.mark.slow
 def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
     mine: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +172,7 @@ def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
 def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ran(own: Measurement, spec: Specification, *given: object) -> DataFrame:
+    def ran(own: Measurement, case: TrackCase, spec: Specification, *given: object) -> DataFrame:
         attack, setting = spec.attacks or (), spec.settings[0]
         return DataFrame({"attack": [*attack], "setting": setting, "geometry": "in_place", "draw": 0})
 
@@ -187,7 +189,7 @@ def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     }
     assert ran_there == {("patch-gradient", "a"), ("patch-gradient-adaptive", "c")}
     text = (ROOT / "experiments/benchmark/cards/updates-exclude-vars.toml").read_text().replace("^head", "^pos_embed|")
-    withheld = parse_card(text, "card", tmp_path)  # undefended, patch-gradient runs
+    withheld = parse_card(text, tmp_path / "card")  # undefended, patch-gradient runs
     with pytest.raises(PrivlabError, match="learnable_pe_gradient"):
         Measurement(withheld, attacks=["patch-gradient"]).records()
 

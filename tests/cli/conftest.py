@@ -128,7 +128,7 @@ def audit(cli: Callable[..., Any], weights: Path, tmp_path: Path) -> Callable[..
 
     def run(path: Path, *arguments: object) -> Any:
         base = ("--model", "vit_ti", "--weights", weights, "--img-size", "32", "--out", tmp_path / "audit")
-        return cli("attack", "--gradients", path, *base, *arguments)
+        return cli("audit", "gradients", path, *base, *arguments)
 
     return run
 

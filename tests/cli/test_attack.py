@@ -57,6 +57,7 @@ def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tm
     assert "3 of 3: " in done.err
 
 
+@pytest.mark.slow
 def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack("--json")
     assert done.status == 0

@@ -69,7 +69,7 @@ def recorded(cli: Cli, recording: Path, tmp_path: Path, photos: Path) -> Cli:
     def run(*arguments: object) -> Any:
         base = ("--model", "vit_ti", "--weights", "random", "--img-size", 64, "--defense", "row-permutation")
         options = ("--attack", "tones", "--public", photos, "--out", tmp_path / "audit")
-        return cli("attack", "--features", recording, *base, *options, *arguments)
+        return cli("audit", "features", recording, *base, *options, *arguments)
 
     return run
 
@@ -199,7 +199,7 @@ def test_an_interrupted_audit_goes_on_with_the_same_command(
             return recorded(*more)
         base = ("--model", "vit_ti", "--weights", "random", "--img-size", 64, "--defense", "row-permutation")
         own = ("--attack", "tones", "--public", tmp_path / "photos")
-        return cli("attack", "--features", tmp_path / "recorded", *base, *own, *more)
+        return cli("audit", "features", tmp_path / "recorded", *base, *own, *more)
 
     done = audit("--json")
     assert (done.status, done.out) == (130, "")
@@ -231,6 +231,7 @@ def test_an_interrupted_audit_goes_on_with_the_same_command(
     assert named or [*(tmp_path / "runs").iterdir()] == [path]
 
 
+@pytest.mark.slow
 def test_a_finished_audit_goes_on_with_what_was_recorded_since(
     recorded: Cli, recording: Path, tones: type[Tones], tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callabl
     assert "patch-update 1.0000 (2 of 2 proven)" in line
 
 
+@pytest.mark.slow
 def test_a_client_that_no_attack_reads_is_a_result_and_no_evidence(
     attack: Cli, records: Callable[..., pd.DataFrame]
 ) -> None:
@@ -71,10 +72,10 @@ def test_a_client_that_no_attack_reads_is_a_result_and_no_evidence(
 def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What attacks get is `observe_updates` of each image by itself: of the same image in any batch, order or run."""
     seen: list[Any] = []
-    from privlab.evaluation import pipeline
+    from privlab.evaluation import check
 
-    run = pipeline.attack_batch
-    monkeypatch.setattr(pipeline, "attack_batch", lambda attack, each: (seen.append(each), run(attack, each))[1])
+    run = check.attack_batch
+    monkeypatch.setattr(check, "attack_batch", lambda attack, each: (seen.append(each), run(attack, each))[1])
     options = {"weights": "random", "img_size": 32, "metrics": "psnr", "attacks": "patch-gradient"}
     frame = privlab.attack("vit_ti", images=photos, limit=2, client=Client(steps=2, lr=0.1), **options).records
     base = victim("vit_ti", weights="random", img_size=32)
@@ -93,6 +94,7 @@ def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: py
         torch.testing.assert_close(update, own.gradients[name], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_list_of_classes_is_a_target_of_the_binary_loss_alone(photos: Path, tmp_path: Path) -> None:
     """Its update is proven by what the head's bias says of each class; other losses take one class."""
     files = [path.read_bytes() for path in sorted(photos.glob("*.png"))]
@@ -229,7 +231,7 @@ MISTAKES = {
     "type": (("--client", "sgd", "--set", "client.lr=fast"), "--set client.lr=fast: the value must be of type float."),
     "not public": (
         ("--client", "sgd", "--set", "client.weight_decay=unknown"),
-        "Found client.weight_decay=unknown: with --update leave it out",
+        "Found client.weight_decay=unknown: in `privlab audit update` leave it out",
     ),
     "both": (("--client", "sgd", "--set", "client.steps=2", "--set", "client.epochs=1"), "give one of them"),
     "adam's momentum": (("--client", "adam", "--set", "client.momentum=0.9"), "client.momentum=0.9 is of sgd alone."),

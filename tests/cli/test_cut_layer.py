@@ -9,7 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
+from privlab.base import PrivlabError
+from privlab.grids import specify
 from privlab.release import Recorder
+from privlab.runs import audit
 from privlab.victims import victim
 
 DECODER = ("--attack", "inversion-mae", "--set", "steps=2", "--set", "width=32", "--metrics", "psnr")
@@ -115,12 +118,13 @@ def test_an_audit_takes_the_cut_from_the_recording(cli: Callable[..., Any], phot
     tokens = model.client_blocks(model.embed(torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))), 2)
     session = Recorder(tmp_path / "seen", {}, on_stop=pytest.fail).session("alice", {"contract": {"cut_layer": 2}})
     session.inference(tokens.detach())
-    base = ("--features", tmp_path / "seen", "--model", "cifar_vit", "--defense", "none", "--public", photos)
+    base = ("features", tmp_path / "seen", "--model", "cifar_vit", "--defense", "none", "--public", photos)
     few = ("--set", "depth-optimisation.steps=2")
-    done = cli("attack", *base, *few, "--attack", "depth-optimisation", "--out", tmp_path / "a")
+    done = cli("audit", *base, *few, "--attack", "depth-optimisation", "--out", tmp_path / "a")
     assert done.status == 0
     assert set(pd.read_parquet(tmp_path / "a" / "records").cut_layer) == {2}
-    wrong = cli("attack", *base, "--cut-layer", 1, "--attack", "depth-optimisation", "--out", tmp_path / "b")
-    assert f"The recording in '{tmp_path / 'seen'}' has cut layer 2. Found 1." in wrong.error
-    lacking = cli("attack", *base, "--attack", "pe-assignment", "--out", tmp_path / "c")
+    wrong = specify("cifar_vit", "c", attack="depth-optimisation", release="features", cut_layer=1)
+    with pytest.raises(PrivlabError, match=r"has cut layer 2\. Found 1\."):
+        audit(tmp_path / "seen", wrong, out=tmp_path / "b")
+    lacking = cli("audit", *base, "--attack", "pe-assignment", "--out", tmp_path / "c")
     assert "embedded_rows" in lacking.error

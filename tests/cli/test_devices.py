@@ -14,6 +14,9 @@ VICTIM = ("--model", "cifar_vit", "--weights", "random")
 NOWHERE = ("--server", "127.0.0.1:1", "--retry-for", "0", "--token-file", "{token}")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "attack": (*VICTIM, "--attack", "patch-gradient"),
+    "audit update": ("{image}", "{image}", *VICTIM[:2], "--client", "sgd"),
+    "audit gradients": ("{image}", *VICTIM),
+    "audit features": ("{recording}", *VICTIM),
     "table": ("mjp_table5_cifar",),
     "evaluate": (*VICTIM, "--data", "{images}", "--split", "test"),
     "train": ("classify", "--model", "cifar_vit", "--data", "{images}", "--out", "{out}"),
@@ -66,10 +69,16 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> dict
             folder = tmp_path / "images" / part / label
             folder.mkdir(parents=True)
             Image.new("RGB", (32, 32), "red").save(folder / "0.png")
+    (tmp_path / "recording").mkdir()
+    (tmp_path / "recording" / "session.json").write_text(
+        '{"format": "privlab-recording", "version": 1, "session": "s"}'
+    )
     token = tmp_path / "token"
     token.write_text("t" * 40)
     token.chmod(0o600)
-    return {"images": str(tmp_path / "images"), "token": str(token), "out": str(tmp_path / "out")}
+    found = {"images": tmp_path / "images", "image": tmp_path / "images/train/a/0.png", "token": token}
+    found |= {"recording": tmp_path / "recording", "out": tmp_path / "out"}
+    return {name: str(path) for name, path in found.items()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,4 +87,4 @@ def test_a_device_that_is_not_there(cli: Callable[..., Any], places: dict[str, s
     for name, message in REFUSED.items():
         assert cli(*command.split(), *given, "--device", name).error == message
     left = sorted(path.name for path in Path(places["out"]).parent.iterdir())
-    assert [name for name in left if name not in ("cache", "images", "token")] == []
+    assert [name for name in left if name not in ("cache", "images", "recording", "token")] == []

@@ -20,12 +20,12 @@ from privlab.base import PrivlabError, parse_docstring
 from privlab.cli.attack import attack
 from privlab.defenses import DEFENSES
 from privlab.evaluation import Specification, applicable
+from privlab.grids import specify
 from privlab.inventory.explain import explain, known
 from privlab.inventory.texts import cite, describe, docstrings, measured, references
 from privlab.metrics import METRICS, PLACEMENT
 from privlab.metrics.names import METRIC_MEANINGS
 from privlab.report.flag_meanings import FLAG_MEANINGS
-from privlab.runs import specify
 from privlab.threat import Capability, attack_declarations
 from privlab.victims import Victim, victim
 
@@ -118,7 +118,7 @@ NOBODY = "No attack declares that it does."
 def test_the_example_of_a_page_runs_what_it_names(name: str, victims: Callable[[str], Victim]) -> None:
     given = attack.make_context("attack", shlex.split(explain(name).sections["Example"])[2:]).params
     options = {key: value for key, value in given.items() if key in {each.name for each in fields(Specification)}}
-    spec = specify(given["model"], given["setting"], attack=given["attack"], **options | {"options": given["options_"]})
+    spec = specify(given["model"], given["setting"], attack=given["attack"], **options)
     groups, _ = applicable(spec, victims(given["model"]))
     running = {each.name for group in groups for each in group.attacks}
     assert given["attack"] in running if given["attack"] else running

@@ -112,12 +112,13 @@ def test_attacks_that_need_rows_of_their_own_image_are_left_out_under_batch_shuf
     assert "own_rows (every row stays with its image (no batch-shuffle))" in refused.error
 
 
+@pytest.mark.slow
 def test_a_recording_is_audited_without_any_image(
     cli: Callable[..., Any], recording: Path, tmp_path: Path, photos: Path
 ) -> None:
     victim_options = ("--model", "vit_ti", "--weights", "random", *LARGE, "--defense", "row-permutation")
     options = ("--attack", "pe-assignment", "--out", tmp_path / "audit", "--public", photos)
-    result = cli("attack", "--features", recording, *victim_options, *options, "--json")
+    result = cli("audit", "features", recording, *victim_options, *options, "--json")
     assert result.status == 0
     told = json.loads(result.out)
     assert [(row["kind"], row["number"], row["images"]) for row in told["batches"]] == [
@@ -129,8 +130,8 @@ def test_a_recording_is_audited_without_any_image(
     assert sheets == {row["sheet"] for row in told["batches"]}
     facts = json.loads((tmp_path / "audit" / "run.json").read_text())
     assert facts["specification"]["defense"] == "row-permutation"
-    assert facts["command"].startswith(f"privlab attack --features {recording} --model vit_ti ")
-    shown = cli("attack", "--features", recording, *victim_options, *options, "--overwrite", "--limit", 1)
+    assert facts["command"].startswith(f"privlab audit features {recording} --model vit_ti ")
+    shown = cli("audit", "features", recording, *victim_options, *options, "--overwrite", "--limit", 1)
     assert shown.status == 0
     assert "nothing is scored" in shown.out
     assert len(list((tmp_path / "audit" / "strips").iterdir())) == 2
@@ -173,7 +174,7 @@ def test_what_is_no_picture_is_no_result_of_an_audit(
     monkeypatch.setitem(ATTACKS, "odd", Odd)
     base = ("--model", "vit_ti", "--weights", "random", *LARGE, "--defense", "row-permutation", "--limit", 1)
     options = ("--attack", "odd,pe-assignment", "--set", f"odd.kind={kind}", "--public", photos)
-    done = cli("attack", "--features", recording, *base, *options, "--out", tmp_path / "a", "--json")
+    done = cli("audit", "features", recording, *base, *options, "--out", tmp_path / "a", "--json")
     assert done.status == 2
     rows = [row for row in json.loads(done.out)["batches"] if row["kind"] == "step"]
     assert [(row["attack"], row["status"]) for row in rows] == [("odd", "failed"), ("pe-assignment", "ok")]
@@ -184,9 +185,10 @@ def test_what_is_no_picture_is_no_result_of_an_audit(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--labels", "predicted"), "--labels has no meaning with --features"),
+        (("--labels", "predicted"), "No such option '--labels'."),
+        (("--cut-layer", "1"), "No such option '--cut-layer'."),
         (("--img-size", "32"), "vit_ti sends 5 tokens of width 192. Found 17 of width 192 in the recording"),
-        (("--model", "vit_ti,vit_s"), "--features audits one victim. Found 2: vit_ti, vit_s."),
+        (("--model", "vit_ti,vit_s"), "An audit has one victim. Found 2: vit_ti, vit_s."),
         (("--attack", "april"), "Attack 'april' reads gradients, and this run releases features"),
     ],
 )
@@ -194,9 +196,9 @@ def test_an_audit_that_cannot_be_is_one_line(
     cli: Callable[..., Any], recording: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     base = ("--model", "vit_ti", "--weights", "random", *LARGE, "--attack", "pe-assignment", "--out", tmp_path / "a")
-    assert message in cli("attack", "--features", recording, *base, *options).error
+    assert message in cli("audit", "features", recording, *base, *options).error
 
 
 def test_no_recording_is_one_line(cli: Callable[..., Any], tmp_path: Path) -> None:
-    error = cli("attack", "--features", tmp_path, "--model", "vit_ti", "--weights", "random").error
+    error = cli("audit", "features", tmp_path, "--model", "vit_ti", "--weights", "random").error
     assert "holds no recording" in error

@@ -137,5 +137,5 @@ def test_audit_of_a_step(audit: Cli, step: Cli, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_audit_of_a_recording(cli: Cli, recording: Path, tmp_path: Path) -> None:
     victim = ("--model", "vit_ti", "--weights", "random", "--img-size", "64", "--attack", "least-squares")
-    run = partial(cli, "attack", "--features", recording, *victim, "--out")
+    run = partial(cli, "audit", "features", recording, *victim, "--out")
     assert at_every_write(run, tmp_path / "disk") >= 3

@@ -1,4 +1,4 @@
-"""`privlab attack --gradients`: a real training step audited without its image, and every file that cannot be."""
+"""`privlab audit gradients`: a real training step audited without its image, and every file that cannot be."""
 
 import json
 import re
@@ -56,11 +56,11 @@ def test_a_step_is_audited_without_its_image(
     )
     facts = json.loads((tmp_path / "audit" / "run.json").read_text())
     assert facts["specification"]["defense"] == "none"
-    assert facts["command"].startswith(f"privlab attack --gradients {tmp_path}/update.safetensors --model vit_ti ")
+    assert facts["command"].startswith(f"privlab audit gradients {tmp_path}/update.safetensors --model vit_ti ")
     assert facts["attacks"] == told["attacks"]
     assert facts["released"]["batch_size"] == 1
     shown = audit(step(), "--overwrite", "--attack", "patch-gradient")
-    assert "the private image: it gives the released gradient" in shown.out
+    assert re.search(r"the private image: it gives the released\W+gradient", shown.out)
     assert "flag: labels given away by the gradient of the head: 7" in shown.out
 
 
@@ -153,6 +153,7 @@ class Odd:
         return {"none": grey, "nan": grey.where(grey > 1, torch.nan)}[self.kind]
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_spares_the_other_attacks(
     audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +207,7 @@ def test_more_tokens_than_equations_and_random_weights_are_flags(cli: Callable[.
     F.cross_entropy(vit(torch.zeros(1, 3, 224, 224)), torch.tensor([5])).backward()
     capture(vit, tmp_path / "update.safetensors", batch_size=1)
     options = ("--model", "vit_ti", "--weights", "random", "--attack", "patch-gradient", "--out", tmp_path / "audit")
-    done = cli("attack", "--gradients", tmp_path / "update.safetensors", *options, "--json")
+    done = cli("audit", "gradients", tmp_path / "update.safetensors", *options, "--json")
     assert json.loads(done.out)["flags"] == [
         "more tokens than equations: N = 196 ≥ D = 192, so closed forms are not exact",
         "labels given away by the gradient of the head: 5",
@@ -230,6 +231,7 @@ def test_other_weights_are_noticed(audit: Callable[..., Any], step: Callable[...
     assert json.loads(unstated.out)["attacks"][0]["explained"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_warned_of_and_goes_on(
     audit: Callable[..., Any], step: Callable[..., Path], dtype: torch.dtype
@@ -304,6 +306,7 @@ def test_a_batch_size_that_contradicts_the_head_is_one_line(
     )
 
 
+@pytest.mark.slow
 def test_several_labels_of_one_image_are_those_of_a_mixed_one_or_of_a_batch(
     audit: Callable[..., Any], step: Callable[..., Path]
 ) -> None:
@@ -327,14 +330,11 @@ def test_a_pickle_is_never_opened(audit: Callable[..., Any], state: State, tmp_p
 
 
 @pytest.mark.slow
-def test_what_has_no_meaning_is_one_line(
-    audit: Callable[..., Any], attack: Callable[..., Any], step: Callable[..., Path], photos: Path, tmp_path: Path
-) -> None:
+def test_what_has_no_meaning_is_one_line(audit: Callable[..., Any], step: Callable[..., Path], tmp_path: Path) -> None:
     path = step()
-    assert "--labels has no meaning with --gradients" in audit(path, "--labels", "predicted").error
-    assert "--metrics has no meaning with --gradients without a --reference" in audit(path, "--metrics", "psnr").error
-    assert "--gradients audits one victim. Found 2" in audit(path, "--model", "vit_ti,vit_s").error
-    assert "--reference is the private image behind --gradients or" in attack("--reference", photos / "a.png").error
+    assert "No such option '--labels'." in audit(path, "--labels", "predicted").error
+    assert "--metrics needs a --reference to score by. Found none." in audit(path, "--metrics", "psnr").error
+    assert "An audit has one victim. Found 2" in audit(path, "--model", "vit_ti,vit_s").error
     assert "Cannot read the gradients" in audit(tmp_path / "nowhere.safetensors").error
     assert "reads features, and this run releases gradients" in audit(path, "--attack", "pe-assignment").error
 

@@ -18,12 +18,12 @@ from privlab.metrics import METRICS, PLACEMENT, find_backbone
 from privlab.victims import ZOO, victim_names
 
 VERBS = (
-    "Attack|Check|Classify|Copy|Count|Draw|Fetch|Fine-tune|Hold|List|Look|Make|Measure|Permute|Print|Read|Recover|Run|"
-    "Say|See|Set|Show|Solve|Take|Train|Write"
+    "Attack|Check|Classify|Copy|Count|Decrypt|Draw|Fetch|Fine-tune|Hold|List|Make|Measure|Permute|Print|Rank|Read|Recover|Run|"
+    "Say|Set|Show|Solve|Take|Test|Train|Write"
 )
 LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),
-    "attacks": (list(attacks()), {"name", "paper", "needs", "reads", "runs"}),
+    "attacks": (list(attacks()), {"name", "released", "does", "paper", "needs", "reads", "runs"}),
     "defenses": (list(defenses()), {"name", "acts on", "paper", "options"}),
     "metrics": ([*METRICS, "lpips", *PLACEMENT], {"name", "leaks", "range", "source"}),
 }
@@ -52,6 +52,20 @@ def test_attacks_are_listed_with_paper_equation_and_capabilities(cli: Callable[.
     assert rows["patch-gradient"]["needs"] == "batch_size_one, learnable_pe_gradient"
 
 
+def test_attacks_are_grouped_by_what_is_released(cli: Callable[..., Any]) -> None:
+    rows = {row["name"]: row for row in json.loads(cli("list", "attacks", "--json").out)}
+    groups = {"april": "gradients", "qkv-span": "update", "patch-update": "update", "pe-assignment": "features"}
+    assert {name: rows[name]["released"] for name in groups} == groups
+    assert all(re.match(r"[^ ].*[.)]$", row["does"]) for row in rows.values())
+    shown = cli("list", "attacks").out
+    heads = [shown.index(f"Attacks on the {what}") for what in ("gradient of", "update of", "features of")]
+    assert heads == sorted(heads)
+    assert shown.index("\n  april ") < heads[1] < shown.index("\n  qkv-span ") < heads[2]
+    assert heads[2] < shown.index("\n  pe-assignment ")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "".join(rows["april"]["does"].split()) in "".join(shown.split())
+
+
 def test_defenses_are_listed_with_their_options(cli: Callable[..., Any]) -> None:
     rows = {row["name"]: row for row in json.loads(cli("list", "defenses", "--json").out)}
     assert rows["mjp"]["options"] == "gamma=0.27, per='batch', masked_pe='unknown'"
@@ -78,7 +92,7 @@ def test_the_zoo_comes_with_privlab(cli: Callable[..., Any], monkeypatch: pytest
         "privlab.inventory.doctor.shipped_file", lambda name: None if name == "tiny_mp3" else Path(name)
     )
     told = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
-    assert (told["zoo victims"]["state"], told["zoo predictors"]["state"]) == ("ok", "missing")
+    assert (told["zoo victims"]["state"], told["zoo predictors"]["state"]) == ("ok", "optional")
     assert told["zoo predictors"]["found"] == "only in a clone of privlab: tiny_mp3"
 
 
@@ -90,17 +104,27 @@ def test_doctor_says_what_is_missing_for_which_feature(cli: Callable[..., Any]) 
     assert rows["privlab"] == {"what": "privlab", "state": "ok", "found": __version__, "needed for": "everything"}
     assert rows["torch"]["state"] == "ok"
     assert {"gpu", "threads", "disk"} <= set(rows)
-    assert rows["weights deit_s"]["state"] == "missing"  # the tests have empty caches
+    assert rows["weights deit_s"]["state"] == "optional"  # the tests have empty caches
     assert "not in the cache" in rows["weights deit_s"]["found"]
     assert "--weights pretrained with deit_s, deit_s_mjp" in rows["weights deit_s"]["needed for"]
-    assert rows["lpips alex"]["state"] == "missing"
+    assert rows["lpips alex"]["state"] == "optional"
     assert "--lpips-weights PATH" in rows["lpips alex"]["found"]
     assert rows["lpips alex"]["needed for"] == "the metric lpips_alex; without it lpips is by squeeze"
     assert rows["lpips squeeze"]["state"] == "ok"
     assert rows["lpips squeeze"]["found"] == f"comes with privlab: {find_backbone('squeeze')}"
     shown = cli("doctor")
     assert shown.status == 0
+    assert shown.out.startswith("privlab can run here. Optional, and not here: ")
+    assert "missing" not in shown.out
     assert all(f" {what} " in shown.out for what in rows)
+
+
+def test_doctor_begins_with_what_is_missing(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("privlab.inventory.doctor.versions", lambda: {"privlab": "1", "torch": None, "lpips": None})
+    shown = cli("doctor")
+    assert shown.out.startswith("privlab cannot run here without torch. Optional, and not here: lpips")
+    rows = {row["what"]: row["state"] for row in json.loads(cli("doctor", "--json").out)}
+    assert (rows["torch"], rows["lpips"]) == ("missing", "optional")
 
 
 def test_doctor_has_a_line_for_each_extra(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +139,7 @@ def test_doctor_has_a_line_for_each_extra(cli: Callable[..., Any], monkeypatch: 
         **{"what": "extra datasets", "state": "ok"},
         **{"found": "datasets 7.0", "needed for": "--images hf:NAME"},
     }
-    assert rows["extra split"]["state"] == "missing"
+    assert rows["extra split"]["state"] == "optional"
     assert rows["extra split"]["found"] == "no cryptography, filelock: pip install 'privlab[split]'"
 
 
@@ -124,13 +148,13 @@ def test_doctor_finds_backbones_in_a_folder(cli: Callable[..., Any], tmp_path: A
     rows = {row["what"]: row for row in json.loads(cli("doctor", "--json", "--lpips-weights", tmp_path).out)}
     assert rows["lpips vgg"]["found"] == str(tmp_path / "vgg16.pth")
     assert rows["lpips squeeze"]["found"].startswith("comes with privlab: ")
-    assert rows["lpips alex"]["state"] == "missing"
+    assert rows["lpips alex"]["state"] == "optional"
 
 
 def test_doctor_sees_no_gpu_where_none_is(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     rows = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
-    assert (rows["gpu"]["state"], rows["gpu"]["found"]) == ("missing", "torch sees no CUDA device")
+    assert (rows["gpu"]["state"], rows["gpu"]["found"]) == ("optional", "torch sees no CUDA device")
 
 
 @pytest.mark.parametrize("command", [(), ("attack",), ("list",), ("doctor",), ("bench",)])
@@ -164,9 +188,41 @@ def test_help_has_whole_sentences(cli: Callable[..., Any], words: tuple[str, ...
     assert re.findall(r"\.(?=\s|$)", first) == ["."]
     assert first.endswith(".")
     assert len(first) <= 120
-    assert re.match(rf"({VERBS}) ", first)
+    assert re.match(rf"({VERBS})[ ,]", first)
     for shown in [words, words[:-1]] if words else [words]:
         assert "".join(first.split()) in "".join(cli(*shown, "--help").out.split())
+
+
+def test_the_help_of_privlab_fits_a_small_terminal(cli: Callable[..., Any]) -> None:
+    lines = cli("--help").out.splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_privlab_alone_shows_what_to_start_with(cli: Callable[..., Any]) -> None:
+    told = cli()
+    assert (told.status, told.err) == (0, "")
+    started = re.findall(r"^  privlab (\w+)", told.out, re.MULTILINE)
+    assert started == ["attack", "audit", "table", "list", "explain"]
+    assert max(map(len, told.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "titles"),
+    [
+        ("attack", "Victim, Data, Release and client, Defense, Adversary, Scores, Output, Execution"),
+        ("table", "Experiment, Victim, Data, Adversary, Scores, Output, Execution"),
+        ("audit update", "Victim, Release and client, Defense, Adversary, Scores, Output, Execution"),
+        ("audit gradients", "Victim, Defense, Adversary, Scores, Output, Execution"),
+        ("audit features", "Victim, Data, Defense, Adversary, Output, Execution"),
+    ],
+)
+def test_options_are_shown_in_titled_groups(cli: Callable[..., Any], words: str, titles: str) -> None:
+    shown = cli(*words.split(), "--help").out.partition("\nExamples:")[0]
+    found = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+    assert [title for title in found if title != "Positional arguments"] == [*titles.split(", "), "Other options"]
+    assert ("--reference" in shown) == (words in ("audit update", "audit gradients"))
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_version(cli: Callable[..., Any]) -> None:

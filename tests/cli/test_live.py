@@ -13,7 +13,6 @@ import torch
 from rich.console import Console, ConsoleDimensions
 
 import privlab.cli.live
-import privlab.runs.attack
 from privlab.base import PrivlabError
 from privlab.cli.live import engine_of, run_display
 from privlab.evaluation import COLUMNS, Specification
@@ -33,7 +32,7 @@ def result(image: str, seconds: float = 1.0, worker: str = "here", **scores: flo
     ]
     rows.append(own | {"attack": "control:mean", "geometry": "in_place", "psnr": 12.0})
     spec = Specification(models=("vit_ti",), metrics=("mse", "psnr"))
-    task = Task(0, spec, ("c",), (Reference(image, image, None),), tuple(scores), (), True)
+    task = Task(0, spec, ("c",), (Reference(image, image, None),), dict.fromkeys(scores, ""), ())
     return Result(task, pa.Table.from_pylist(rows, schema=COLUMNS), seconds=seconds, worker=worker)
 
 
@@ -74,19 +73,14 @@ def test_quiet_leaves_the_warnings(said: Callable[..., io.StringIO]) -> None:
         assert "Warning: odd" in text.getvalue()
 
 
-def test_a_terminal_shows_the_means_so_far_and_each_of_several_workers(said: Callable[..., io.StringIO]) -> None:
+def test_a_terminal_shows_the_means_so_far(said: Callable[..., io.StringIO]) -> None:
     text = said(terminal=True)
     with run_display(quiet=False) as shown:
         shown.progress(0, 4, None)
         shown.progress(1, 4, result("a.png", april=8.0))
-        assert [task.description for task in shown.bar.tasks] == ["images"]
         shown.progress(2, 4, result("b.png", april=11.0, worker="there"))
         shown.progress(3, 4, result("c.png", april=None, worker="there"))
-        assert [(task.description, task.completed, task.total) for task in shown.bar.tasks] == [
-            ("images", 3, 4),
-            ("worker 1 (here)", 1, 1.5),
-            ("worker 2 (there)", 2, 2.5),
-        ]
+        assert [(task.description, task.completed, task.total) for task in shown.bar.tasks] == [("images", 3, 4)]
     row = next(line for line in reversed(text.getvalue().splitlines()) if "april" in line)
     assert [cell.strip() for cell in row.split("│")[1:-1]] == ["vit, setting c", "april", "2", "9.50"]
 
@@ -152,11 +146,11 @@ def test_searches_of_several_images_have_a_process_for_each_thread(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     seen: list[Engine] = []
 
-    def fill(grid: Any, tasks: Any, run: Any, options: Any, **others: Any) -> tuple[str, ...]:
-        seen.append(options.engine)
+    def run_tasks(tasks: Any, engine: Engine, say: Any) -> None:
+        seen.append(engine)
         raise PrivlabError("enough")
 
-    monkeypatch.setattr(privlab.runs.attack, "fill", fill)
+    monkeypatch.setattr("privlab.grids.fill.run_tasks", run_tasks)
     assert "enough" in attack(*given).err
     assert seen == [Engine(workers=workers)]
 

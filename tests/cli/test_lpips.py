@@ -135,6 +135,7 @@ def test_an_audit_is_scored_by_squeeze_too(
     assert records(tmp_path / "audit").query("attack == 'patch-gradient'").lpips_squeeze.notna().sum() == 1
 
 
+@pytest.mark.slow
 def test_an_audit_without_scores_looks_for_no_backbone(
     audit: Callable[..., Any], step: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

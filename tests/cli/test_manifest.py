@@ -88,12 +88,12 @@ def test_positions_that_there_are_not(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--features", "x", "--every", "2"), "--every has no meaning with --features: there is no private image."),
-        (("--gradients", "x", "--manifest", __file__), "--manifest has no meaning with --gradients: the file is one"),
+        (("features", "x", "--every", "2"), "No such option '--every'."),
+        (("gradients", "x", "--manifest", __file__), "No such option '--manifest'."),
     ],
 )
 def test_audits_choose_no_images(cli: Callable[..., Any], options: tuple[str, ...], message: str) -> None:
-    assert cli("attack", "--model", "vit_ti", *options).error.startswith(message)
+    assert cli("audit", *options, "--model", "vit_ti").error.startswith(message)
 
 
 # Manifests
@@ -247,7 +247,7 @@ def test_manifest_within_the_run_that_gives_way(attack: Callable[..., Any], tmp_
     assert attack(*FAST).status == 0
     path = tmp_path / "run" / "manifest.csv"
     error = attack(*FAST, "--manifest", path, "--overwrite").error
-    assert error == f"'{path}' lies in the run that gives way. Copy it, or give another --out."
+    assert error.startswith(f"'{path}' would give way")
     assert len(read(path)) == 3
     moved = path.rename(tmp_path / "m.csv")
     assert attack(*FAST, "--manifest", moved, "--overwrite").status == 0

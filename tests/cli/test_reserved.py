@@ -34,8 +34,8 @@ def files(tmp_path: Path, step: Callable[..., Path], recording: Path, state: dic
     """Return the options of each audit, and its files."""
     for name, factor in (("before", 1.0), ("after", 1.01)):
         save_file({key: factor * value for key, value in state.items()}, tmp_path / f"{name}.safetensors")
-    update = ["--update", "before.safetensors", "after.safetensors", "--client", "sgd"]
-    return {"gradients": ["--gradients", step()], "update": update, "features": ["--features", recording]}
+    update = ["update", "before.safetensors", "after.safetensors", "--client", "sgd"]
+    return {"gradients": ["gradients", step()], "update": update, "features": ["features", recording]}
 
 
 def names() -> list[str]:
@@ -81,7 +81,7 @@ def test_the_default_directory_of_an_audit_is_there_before_its_work(
         raise PrivlabError("stopped here")
 
     monkeypatch.setattr(work, audits)
-    done = cli("attack", *files[kind], "--model", "vit_ti", "--img-size", 32)
+    done = cli("audit", *files[kind], "--model", "vit_ti", "--img-size", 32)
     assert done.error == "stopped here"
     assert found == [Path("runs", f"20260102-030405-vit_ti-{kind}")]
     assert not Path("runs").exists()
@@ -98,7 +98,7 @@ def test_a_directory_of_something_else_is_refused_before_the_work(
         monkeypatch.setattr(f"privlab.runs.{work}", lambda *_, **__: pytest.fail("the work began"))
     Path("there").mkdir()
     Path("there", name).write_text(json.dumps({"specification": {}, "status": "finished"}))
-    done = cli("attack", *files[kind], "--model", "vit_ti", "--img-size", 64, "--out", "there")
+    done = cli("audit", *files[kind], "--model", "vit_ti", "--img-size", 64, "--out", "there")
     assert done.status == 2
     assert said in done.error
     assert [path.name for path in Path("there").iterdir()] == [name]

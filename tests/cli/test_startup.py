@@ -21,7 +21,7 @@ from privlab.evaluation import known_names
 from privlab.reassembly import REASSEMBLIES
 from privlab.victims.names import NORMALISATIONS
 
-LIGHT = {"click", "lazy_loader", "privlab", "rich"}
+LIGHT = {"click", "cloup", "lazy_loader", "privlab", "rich", "typing_extensions"}
 """What may be imported besides Python's own modules and those that are there when Python has started."""
 
 IMAGES = LIGHT | {"numpy", "PIL"}
@@ -43,8 +43,8 @@ NOT_THERE = [
         "--img-size 34 does not fit cifar_vit: an image is cut into patches",
     ),
     ("attack --model vit_ti --weights nope.pth", "No weights file at 'nope.pth'."),
-    ("attack --model vit_ti --features nope", "'nope' holds no recording: "),
-    ("attack --model vit_ti --gradients nope", "Cannot read the gradients 'nope': No such file"),
+    ("audit features nope --model vit_ti", "'nope' holds no recording: "),
+    ("audit gradients nope --model vit_ti", "Cannot read the gradients 'nope': No such file"),
     ("table NOPE", "Unknown experiment 'NOPE'. Choose from: FILE.toml, "),
     ("table nope.toml", "Cannot read the experiment 'nope.toml': No such file or directory."),
     ("table quick --weights nope.pth", "No weights file at 'nope.pth'."),
@@ -61,8 +61,8 @@ NOT_THERE = [
     ("bench nope", "Unknown bench 'nope'."),
     ("benchmark list --track nope", "Unknown track 'nope'."),
 ]
-UPDATE = f"attack --model vit_ti --client sgd --update {__file__} {__file__}"
-GRADIENTS = f"attack --model vit_ti --gradients {__file__}"
+UPDATE = f"audit update {__file__} {__file__} --model vit_ti --client sgd"
+GRADIENTS = f"audit gradients {__file__} --model vit_ti"
 NOT_THERE += [
     ("attack --model vit_ti --attack april,worst-case", "'worst-case' already includes "),
     ("attack --model vit_ti --limit 0", "Invalid value for '--limit'"),
@@ -90,18 +90,39 @@ NOT_THERE += [
     ("attack --model vit_ti --client sgd --release features", "A client releases its update."),
     ("attack --model vit_ti --client sgd --gradient-batch 2", "gradient_batch applies only to released gradients."),
     ("attack --model vit_ti --client sgd --setting b", "Setting b compares with the image that is fed"),
-    ("attack --model vit_ti --reference nope", "--reference is the private image behind --gradients or --update."),
-    ("attack --model vit_ti --update nope nope", "--update needs --client"),
-    ("attack --model vit_ti --client sgd --update nope nope", "No file at 'nope'. Give the weights before"),
+    ("attack --model vit_ti --reference nope", "--reference is no longer an option of `privlab attack`."),
+    ("attack --update before after", "--update is no longer an option of `privlab attack`. Use `privlab audit update "),
+    (
+        "attack --gradients=nope",
+        "--gradients is no longer an option of `privlab attack`. Use `privlab audit gradients ",
+    ),
+    (
+        "attack --model vit_ti --features",
+        "--features is no longer an option of `privlab attack`. Use `privlab audit fea",
+    ),
+    ("audit update nope nope --model vit_ti", "An update needs --client"),
+    ("audit update nope nope --model vit_ti --client sgd", "No file at 'nope'. Give the weights before"),
+    ("audit update nope --model vit_ti --client sgd", "Missing argument 'AFTER'."),
+    ("audit update nope nope --client sgd", "Missing option '--model'."),
+    ("audit gradients --model vit_ti", "Missing argument 'FILE'."),
+    ("audit features --model vit_ti", "Missing argument 'DIR'."),
+    ("audit nope", "No such command 'nope'."),
     (f"{UPDATE} --set client.lr=-1", "client.lr must be a finite number > 0. Found -1."),
-    (f"{UPDATE} --limit 3", "--limit has no meaning with --update"),
-    (f"{UPDATE} --metrics psnr", "--metrics has no meaning with --update without a --reference"),
+    (f"{UPDATE} --limit 3", "No such option '--limit'."),
+    (f"{UPDATE} --weights random", "No such option '--weights'."),
+    (f"{UPDATE} --metrics psnr", "--metrics needs a --reference to score by. Found none."),
+    (f"{UPDATE} --public samples", "--public needs a --reference to score by. Found none."),
     (f"{UPDATE} --reference nope", "No file at 'nope'. --reference is the private image."),
-    (f"{UPDATE} --model vit_ti,vit_s", "--update audits one victim. Found 2: vit_ti, vit_s."),
+    (f"{UPDATE} --model vit_ti,vit_s", "An audit has one victim. Found 2: vit_ti, vit_s."),
+    (f"{UPDATE} --model nope", "Unknown model 'nope'."),
     (f"{GRADIENTS} --reference nope", "No file at 'nope'. --reference is the private image."),
-    (f"{GRADIENTS} --metrics psnr", "--metrics has no meaning with --gradients without a --reference"),
-    (f"{GRADIENTS} --model vit_ti,vit_s", "--gradients audits one victim."),
+    (f"{GRADIENTS} --metrics psnr", "--metrics needs a --reference to score by. Found none."),
+    (f"{GRADIENTS} --model vit_ti,vit_s", "An audit has one victim."),
     (f"{GRADIENTS} --device nope", "Unknown device 'nope'."),
+    (f"{GRADIENTS} --client sgd", "No such option '--client'."),
+    (f"{GRADIENTS} --force", "force runs attacks on a block that is named."),
+    (f"audit features {Path(__file__).parent} --model vit_ti --reference nope", "No such option '--reference'."),
+    (f"audit features {Path(__file__).parent} --model vit_ti --fail-on-leak", "No such option '--fail-on-leak'."),
 ]
 WORKING = ["benchmark list", "benchmark list --track gradients --json"]
 if importlib.util.find_spec("grpc") is None:  # `privlab split` says that its extra is missing

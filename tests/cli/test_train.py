@@ -18,11 +18,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from privlab.experiments.methods.consistency import measure_consistency
+from privlab.experiments.training.checkpoint import Checkpoints
 from privlab.experiments.training.objectives import OBJECTIVES
 from privlab.experiments.training.reading import read_examples
 from privlab.experiments.training.train_victim import PRESETS, TrainingConfig, _set_up
 from privlab.images import open_images
-from privlab.training.checkpoint import Checkpoints
 from privlab.victims import hash_of, victim
 
 CLI = Callable[..., "Result"]  # noqa: F821  # of conftest, which test modules cannot import
@@ -128,7 +128,7 @@ KILLED = """
 import os, signal, sys
 from privlab.cli import _status
 from privlab.base import files
-from privlab.training import checkpoint
+from privlab.experiments.training import checkpoint
 real = files.sync
 def flush(path, n=[0]):
     n[0] += 1
@@ -234,6 +234,7 @@ def test_every_recipe_has_both_presets() -> None:
     }
 
 
+@pytest.mark.slow
 def test_an_interrupt_says_what_was_kept_and_how_to_go_on(
     cli: CLI, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

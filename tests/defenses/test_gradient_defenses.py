@@ -22,7 +22,7 @@ from privlab.defenses import (
     Mjp,
     Undefended,
 )
-from privlab.release import gradients, observe, released_gradients, released_parameters
+from privlab.release import observe, released_gradients, released_parameters, releases
 from privlab.threat import Capability, Draws, Feed, GradientDefense, Stack
 from privlab.victims import VictimModel
 
@@ -216,7 +216,7 @@ def test_observation_is_what_the_defense_makes_of_all_released_parameters(
     feed = stack.feed(images, model.patch, draws())
     everything = released_gradients(model, feed, labels, released_parameters(model))
     wanted = defense.release(everything, fresh())
-    monkeypatch.setattr(gradients, "_MOST_ENTRIES", 1)
+    monkeypatch.setattr(releases, "_MOST_ENTRIES", 1)
     seen = observe(model, feed, labels, ["pos_embed", "cls_token"], stack.parts, fresh())
     assert set(seen.gradients) == {"pos_embed", "cls_token"}
     for name, value in seen.gradients.items():
@@ -240,7 +240,7 @@ def test_a_batch_is_defended_as_one(
     feed = Mjp(gamma=0.5)(images, model.patch, draws(6))
     clean = observe(model, feed, labels, names, images_per_release=2).gradients
     wanted = defense.release(clean, draws(3))
-    monkeypatch.setattr(gradients, "_MOST_ENTRIES", at_once)
+    monkeypatch.setattr(releases, "_MOST_ENTRIES", at_once)
     seen = observe(model, feed, labels, names, (Mjp(), defense), draws(3), images_per_release=2)
     for name in ("pos_embed", "unk_embed", "patch_embed.proj.weight", "head.weight"):  # no sign of rounding among them
         assert_close(seen.gradients[name], wanted[name], rtol=1e-9, atol=1e-12)

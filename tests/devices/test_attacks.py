@@ -20,8 +20,8 @@ from privlab.evaluation import (
     Record,
     Specification,
     applicable,
+    check,
     default_attacks,
-    pipeline,
 )
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.inventory.explain import explain
@@ -86,20 +86,20 @@ DOWNLOADS = {
     "attacks/rows/reassembly.py:_links",
     "attacks/baselines/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
     "attacks/decoders/networks.py:reconstruct",
-    "attacks/decoders/store.py:<dictcomp>",  # the decoder that is kept on disk
+    "privlab/training/kept.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:_distinct",
     "attacks/tokens/equations.py:separate",  # the ranks of the gradients, once
     "attacks/tokens/equations.py:_start",  # the ranks of what is left of them, for the draws of a round
     "attacks/tokens/refinement.py:refine",  # the numbers of starts that go on
     "attacks/tokens/spans.py:packed",  # the numbers of tokens that a round found
-    "privlab/release/labels/batch_labels.py:_listed",  # the labels that a gradient shows, which Python tries one by one
+    "privlab/release/labels.py:_listed",  # the labels that a gradient shows, which Python tries one by one
     "attacks/updates/round_unrolling.py:labels_near",  # the likely labels of a step, which Python tries one by one
     "attacks/tokens/context.py:missing",  # the places of tokens, which Python sorts
     "attacks/tokens/grouping.py:_by_slot",
     "attacks/tokens/spans.py:factors",  # one matrix in float64, which LAPACK decomposes sooner; once a round
     "privlab/reassembly/solver.py:_four",  # the jigsaw is solved by NumPy
     "privlab/reassembly/solver.py:assemble",
-    "privlab/training/loop.py:_report",  # the losses of a training, all at once
+    "privlab/training/loop.py:_mean_loss",  # the losses of a training, all at once
     "privlab/victims/weights.py:hash_of",
 }
 """Where an attack may copy a tensor to the CPU."""
@@ -164,11 +164,11 @@ def score(
             assert made.images.device == device
             return made
 
-        monkeypatch.setattr(pipeline, "attack_batch", attack_batch)
+        monkeypatch.setattr(check, "attack_batch", attack_batch)
         evaluator = Evaluator(spec, victim, groups, spec.metrics, {}, public)
         return evaluator(Chunk(named, images, ())).records, waits
 
-    brought = pipeline.attack_batch
+    brought = check.attack_batch
     with sdpa_kernel(SDPBackend.MATH):
         yield run
 

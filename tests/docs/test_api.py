@@ -37,7 +37,7 @@ def test_a_value_is_found_in_the_module_that_defines_it(extensions: tuple[Module
     found = {each.name: each for each in extensions[1].public_names("privlab.metrics")}
     assert (found["METRICS"].is_value, found["METRICS"].module) == (True, "privlab.metrics.registry")
     assert "by name" in found["METRICS"].doc
-    assert (found["psnr"].is_value, found["psnr"].module) == (False, "privlab.metrics.registry")
+    assert (found["psnr"].is_value, found["psnr"].module) == (False, "privlab.metrics.formulas")
     assert extensions[1].of_value("privlab.metrics.registry", "NONE") == ""
 
 

@@ -13,10 +13,11 @@ from privlab.base import PrivlabError
 from privlab.experiments.methods.consistency import consistency_by_gamma, measure_consistency
 from privlab.experiments.training.classifiers import SwinModel, TimmClassifier, classifier
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import _optimiser, train
 from privlab.experiments.training.objectives import DALS, Classify, ObjectiveRecipe, TrainMjp
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.patches import patchify
-from privlab.training import Compute, Plan, TrainingProgress, train
-from privlab.training.loop import _optimiser
+from privlab.training import TrainingProgress
 
 STILL = Augmentation(flip=False, shift=0)
 COLOURS: tuple[Any, Any] = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -184,6 +185,7 @@ def test_an_unknown_embedding_moves_features() -> None:
     assert moved.diff_norm > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
 def test_classes_are_learnt_from_shuffled_images(make: Callable[[], TimmClassifier], objective: TrainMjp) -> None:
     """Dark, grey and light images, each with noise, are told apart, others than those of the training too."""

@@ -17,10 +17,10 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.experiments.training.classifiers import RelativeViT, classifier
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import _optimiser, train
 from privlab.experiments.training.objectives import Classify, Finetune, ObjectiveRecipe, Probe, TrainMjp
 from privlab.experiments.training.objectives.probe import Head, probe_accuracy
-from privlab.training import Compute, Plan, train
-from privlab.training.loop import _optimiser
+from privlab.experiments.training.plan import Compute, Plan
 from privlab.victims import VictimModel
 
 STILL = Augmentation(flip=False, shift=0)
@@ -246,6 +246,7 @@ def test_nothing_tells_places_on_constant_images_without_embeddings() -> None:
     assert probe_accuracy(probe, head, model, grey(8)) == pytest.approx(1 / 16)
 
 
+@pytest.mark.slow
 def test_a_probe_that_goes_on_ends_with_the_same_bits(tmp_path: Path) -> None:
     plan, probe = Plan(steps=6, batch_size=8), Probe(target="position")
     whole = ObjectiveRecipe(small(), colours(24), probe, STILL)

@@ -11,9 +11,10 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError
 from privlab.experiments.training.classifiers import Classifier, IndexedViT
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import train
 from privlab.experiments.training.objectives import DALS, Classify, Dal, ObjectiveRecipe, TrainMjp
+from privlab.experiments.training.plan import Plan
 from privlab.patches import blockwise_mask, patchify, shuffle_within
-from privlab.training import Plan, train
 from privlab.victims import VictimModel
 
 STILL = Augmentation(flip=False, shift=0)

@@ -156,7 +156,7 @@ MISTAKES = {
     "numbered": (numbered, "must have the names of their parameters. Found numbers, as a list of arrays gives them"),
     "empty": (empty, "An update is read from one ArrayRecord. Found 0 in what the client sends: send ArrayRecord("),
     "same": (same, "Nothing was trained: "),
-    "part": (part, "Found"),
+    "part": (part, "weights"),
 }
 
 

@@ -61,7 +61,7 @@ def test_what_the_server_of_a_simulation_kept_is_the_image_of_a_client(
         files = [places[0] / node / f"{name}.safetensors" for name in ("before", "after")]
         stated = ("--client", "sgd", "--set", "client.steps=5", "--set", "client.weight_decay=0.05", "--json")
         told = cli(
-            *("attack", "--update", *files, "--model", "vit_ti", "--img-size", "64", *stated, "--metrics", "psnr"),
+            *("audit", "update", *files, "--model", "vit_ti", "--img-size", "64", *stated, "--metrics", "psnr"),
             *("--attack", "patch-update", "--reference", tmp_path / "out" / "images" / f"{node}.png"),
             *("--out", tmp_path / node),
         ).json

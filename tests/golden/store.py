@@ -100,10 +100,10 @@ def make(directory: Path, inputs: Path | None) -> None:
     given = Path("inputs")
     for name, arguments in RUNS.items():
         run(directory, name, "attack", *arguments, "--json", "--out", name)
-    step = ("attack", "--gradients", str(given / "update.safetensors"), "--model", "cifar_vit", "--json")
+    step = ("audit", "gradients", str(given / "update.safetensors"), "--model", "cifar_vit", "--json")
     run(directory, "step", *step, "--out", "step")
     run(directory, "scored", *step, "--reference", str(given / "0.png"), "--out", "scored")
-    recorded = ("attack", "--features", str(given / "recording"), "--model", "cifar_vit", "--public-limit", "24")
+    recorded = ("audit", "features", str(given / "recording"), "--model", "cifar_vit", "--public-limit", "24")
     run(directory, "recorded", *recorded, "--json", "--out", "recorded")
     run(directory, "quick", "table", "quick", "--json", "--out", "quick")
     for form in ("latex", "csv", "markdown"):

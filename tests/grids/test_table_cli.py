@@ -223,7 +223,7 @@ attack = ["pe-assignment"]\nclient_batch = 2"""
         raise AssertionError
 
     with monkeypatch.context() as patch:  # no attack runs again
-        patch.setattr("privlab.evaluation.pipeline.attack_batch", never)
+        patch.setattr("privlab.evaluation.check.attack_batch", never)
         assert cli("table", late, "--out", tmp_path / "twice", *options).status == 0
     same(tmp_path / "twice", tmp_path / "once")
 
@@ -346,7 +346,7 @@ def test_compare(cli: Any, finished: Any, table: Any, tmp_path: Path) -> None:
         (["--weights", "/nowhere"], "No weights file at '/nowhere'."),
         (
             ["--lpips-weights", "/nowhere", "--set", "run.metrics=['lpips_alex']"],
-            "No pretrained backbone for lpips_alex: found no file /nowhere.",
+            "No backbone of LPIPS: found no file /nowhere.",
         ),
         (["--set", "limit=3"], "--set must be TABLE.KEY=VALUE, such as run.limit=4. Found 'limit=3'."),
         (["--set", "rn.limit=3"], "Unknown table of --set 'rn'. Did you mean run"),

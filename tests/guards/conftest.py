@@ -19,9 +19,10 @@ from privlab.evaluation import (
     Specification,
     Trial,
     applicable,
+    check,
     default_attacks,
+    observing,
 )
-from privlab.evaluation import pipeline as evaluate
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.threat import FeatureObservation, Observation, Reconstruction, attack_declarations
 from privlab.victims import Victim, VictimModel, Weights
@@ -39,7 +40,7 @@ class Watched:
 
     called: list[tuple[Any, Observation | FeatureObservation]] = field(default_factory=list)
     images: dict[tuple[str, str, str], list[Tensor]] = field(default_factory=dict)
-    trials: list[tuple[Trial, Batch]] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
     controls: list[list[Tensor]] = field(default_factory=list)
     observed: list[Any] = field(default_factory=list)
     scored: Scored | None = None
@@ -129,7 +130,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
 
 def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | None) -> None:
     """Note what passes between the parts of the pipeline."""
-    brought, trial_of, again, controls = evaluate.attack_batch, Evaluator._trial, Evaluator._again, Evaluator._controls
+    brought, trial_of, again, controls = check.attack_batch, Evaluator._trial, Evaluator._again, Evaluator._controls
     laid_by, score = Scorer.laid, Scorer.score
     scored: list[Tensor] = []
     names_of: list[str] = []
@@ -144,7 +145,7 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
 
     def made_trial(self: Evaluator, setting: str, batch: Batch) -> Trial:
         trial = trial_of(self, setting, batch)
-        watched.trials.append((trial, batch))
+        watched.trials.append(trial)
         return trial
 
     def called(attack: Any, observation: Any) -> Reconstruction:
@@ -173,16 +174,15 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
         del names_of[: len(names_of) > 1]
         return found
 
-    def controlled(self: Evaluator, trial: Trial, batch: Batch) -> Any:
+    def controlled(self: Evaluator, trial: Trial) -> Any:
         scored.clear()
-        found = controls(self, trial, batch)
+        found = controls(self, trial)
         watched.controls.append(scored[::2] if len(scored) > 3 else [*scored])  # the oracle's stand between them
         return found
 
-    patch.setattr(evaluate, "observe", observed(evaluate.observe))
-    patch.setattr(evaluate, "observe_clients", observed(evaluate.observe_clients))
-    patch.setattr(evaluate, "observe_features", observed(evaluate.observe_features))
-    patch.setattr(evaluate, "attack_batch", called)
+    for name in ("observe", "observe_updates", "observe_features"):
+        patch.setattr(observing, name, observed(getattr(observing, name)))
+    patch.setattr(check, "attack_batch", called)
     patch.setattr(Evaluator, "_trial", made_trial)
     patch.setattr(Evaluator, "_again", scored_again)
     patch.setattr(Evaluator, "_controls", controlled)

@@ -111,6 +111,7 @@ def test_an_unsure_model_is_read_from_its_bias_alone() -> None:
     assert told == Told((3, 3, 9), (3, 3, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("B", "classes"), [(4, 6), (33, 100)])
 def test_batches_that_are_too_large_have_bounds_and_a_guess(B: int, classes: int) -> None:
     """With half the classes or more in a batch, pairs are not isolated; beyond 32 images the search takes too long."""

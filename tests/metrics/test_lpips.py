@@ -265,13 +265,13 @@ def test_a_file_that_does_not_fit_names_its_tensors(alexnet: dict[str, Tensor], 
     wrong["features.6.bias"] = torch.zeros(7)
     wrong["features.11.weight"] = torch.zeros(7)
     save_file(wrong, tmp_path / "wrong.safetensors")
-    found = "missing features.3.weight; unexpected features.11.weight; mis-shaped features.6.bias"
+    found = "missing: features.3.weight; unexpected: features.11.weight; mis-shaped: features.6.bias"
     with pytest.raises(PrivlabError, match=found):
         load_lpips("alex", tmp_path / "wrong.safetensors")
 
 
 def test_the_file_of_another_network_names_missing_tensors(alexnet_file: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"features\.10\.expand1x1\.bias"):
+    with pytest.raises(PrivlabError, match=r"features\.3\.squeeze\.weight.*and \d+ more"):
         load_lpips("squeeze", alexnet_file)
 
 

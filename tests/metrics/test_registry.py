@@ -24,6 +24,7 @@ from privlab.metrics import (
     correlation,
     fft2d,
     fft2d_mjp,
+    formulas,
     gms_affine,
     levels_wrong,
     mse,
@@ -35,7 +36,6 @@ from privlab.metrics import (
     ssim_skimage,
     window,
 )
-from privlab.metrics import registry as metrics
 
 WITHOUT_WEIGHTS = [name for name, metric in METRICS.items() if metric.function]
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -307,8 +307,8 @@ def test_ssim_skimage_refuses_images_smaller_than_its_window() -> None:
 
 def test_shapes_that_differ_are_refused_where_no_checker_runs() -> None:
     """Broadcasting a batch of one would score the wrong pairs in silence; jaxtyping is on only in tests."""
-    assert metrics.__file__
-    plain = runpy.run_path(metrics.__file__)
+    assert formulas.__file__
+    plain = runpy.run_path(formulas.__file__)
     with pytest.raises(PrivlabError, match=r"3×3×96×96.*1×3×96×96"):
         plain["mse"](PHOTOGRAPHS, PHOTOGRAPHS[:1])
     region = torch.ones(1, 96, 96, dtype=torch.bool)

@@ -83,7 +83,7 @@ def test_a_result_without_its_task_is_one_line(
     update: tuple[State, State], context: FLContext, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     passes(RecordFilter(str(tmp_path)), context, OUT, FULL, update[1])
-    assert "privlab: round-4, site-1: no update recorded. Before and after must be weights of one model" in caplog.text
+    assert "privlab: round-4, site-1: no update recorded. 'before' and 'after' must be weights of" in caplog.text
     assert [*tmp_path.iterdir()] == []
 
 

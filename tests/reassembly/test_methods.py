@@ -20,6 +20,7 @@ from privlab.base import PrivlabError
 from privlab.defenses import GradientNoise, GradientPruning, Jigsaw, LowPass, Mjp
 from privlab.evaluation import (
     GEOMETRIES,
+    Batch,
     Evaluator,
     Rows,
     Scorer,
@@ -221,9 +222,9 @@ def test_one_gradient_of_several_images_says_which_slots_are_masked_where_they_s
 def scored(
     model: VictimModel, feed: Feed, images: Tensor, reconstruction: Reconstruction, **options: Any
 ) -> list[dict[str, Any]]:
-    known = options.pop("known", None)
+    known, batch = options.pop("known", None), Batch([], images, torch.zeros(len(images), dtype=torch.long), "")
     return Scorer(model, ["psnr"], {}).laid(
-        reconstruction, Trial("c", feed, images, known=known), GEOMETRIES, **options
+        reconstruction, Trial("c", batch, feed, images, known=known), GEOMETRIES, **options
     )[0]
 
 

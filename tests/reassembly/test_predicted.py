@@ -17,7 +17,9 @@ from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw, RowPermutation
 from privlab.evaluation import Specification
 from privlab.experiments.training.examples import Augmentation, Examples
+from privlab.experiments.training.loop import train
 from privlab.experiments.training.objectives import ObjectiveRecipe, TrainDropPos, TrainMp3
+from privlab.experiments.training.plan import Plan
 from privlab.metrics import placed_share, placement_accuracy
 from privlab.reassembly import (
     REASSEMBLIES,
@@ -33,7 +35,6 @@ from privlab.reassembly import (
 )
 from privlab.release import feature_capabilities
 from privlab.threat import Draws, FeatureObservation, Sent
-from privlab.training import Plan, train
 from privlab.victims import VictimModel, shipped_file
 
 GRID, PATCH = (4, 4), 4
@@ -107,6 +108,7 @@ def test_a_predictor_beats_chance_and_helps_the_borders(kind: type[Predicted], t
         assert both >= borders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ByMp3, ByDropPos])
 def test_patches_that_are_alike_stay(kind: type[Predicted], trained: dict[str, str]) -> None:
     patches = tiles(pictures(2, 2), PATCH)

@@ -10,10 +10,10 @@ from torch.nn.functional import one_hot
 
 from privlab.attacks import PatchUpdate
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise, GradientPruning, PercentilePrivacy
-from privlab.evaluation.client_updates import explained_by
+from privlab.evaluation.scoring import explained_by
 from privlab.release import EXPLAINED_RESIDUAL, exact_entries, labels_that_rise, observe_updates, scale_of
 from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
-from privlab.release.update_files import label_of_update
+from privlab.release.labels import label_of_update
 from privlab.threat import Client, ClientData, GradientDefense, Observation
 from privlab.victims import VictimModel, victim
 
@@ -281,7 +281,7 @@ def test_labels_that_rise_are_those_of_the_step(tiny_model: Model, crops: Tensor
         assert not any(name.startswith("head") for name in seen.gradients)
         before = {name: p.clone() for name, p in model.vit.named_parameters()}
         update = {name: u[0] for name, u in seen.gradients.items()}
-        assert labels_that_rise(model, update, crops[:1].to(model.mean), 3)[0] == label
+        assert labels_that_rise(model, update, crops[:1].to(model.mean))[0] == label
         assert all(torch.equal(p, before[name]) for name, p in model.vit.named_parameters())
 
 

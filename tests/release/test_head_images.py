@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError
 from privlab.images import open_images
 from privlab.release import observe_updates, told_images, told_labels, undecayed
-from privlab.release.labels.head_images import Head, find_images, negative_classes
+from privlab.release.head_images import Head, find_images, negative_classes
 from privlab.threat import Client, ClientData
 from privlab.victims import VictimModel, victim
 

@@ -12,7 +12,7 @@ from privlab.attacks import PatchUpdate
 from privlab.base import PrivlabError
 from privlab.metrics import psnr
 from privlab.release import gradient_capabilities, observe_updates, update_capabilities
-from privlab.release.update_files import label_of_update
+from privlab.release.labels import label_of_update
 from privlab.threat import Capability, Client, ClientData, client_loss, private_targets
 from privlab.victims import VictimModel, victim
 

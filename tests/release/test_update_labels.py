@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from privlab.release import observe_updates
-from privlab.release.labels.update_labels import labels_of_update
+from privlab.release.labels import Told, labels_of_update
 from privlab.release.update_noise import noise_of_head, noise_of_update
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
@@ -59,12 +59,12 @@ ONE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ONE)
 def test_the_label_of_one_image_is_told(model: VictimModel, crops: Tensor, name: str) -> None:
-    assert labels_of_update(seen_of(model, crops, [7], **ONE[name])) == ((7,), None)
+    assert labels_of_update(seen_of(model, crops, [7], **ONE[name])) == Told((7,), (7,))
 
 
 @pytest.mark.parametrize("settings", [{}, {"steps": 3}, {"optimiser": "adam"}, {"label_smoothing": 0.1}, {"steps": 2}])
 def test_the_labels_of_several_images_are_told(model: VictimModel, crops: Tensor, settings: dict[str, Any]) -> None:
-    assert labels_of_update(seen_of(model, crops[::90], [7, 2], **settings)) == ((2, 7), None)
+    assert labels_of_update(seen_of(model, crops[::90], [7, 2], **settings)) == Told((2, 7), (2, 7))
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimiser": "adamw", "lr": 1e-3, "weight_decay": 0.01}])
@@ -72,11 +72,11 @@ def test_more_images_than_stated_are_said(model: VictimModel, crops: Tensor, set
     seen = seen_of(model, crops[::90], [7, 2], **settings)
     assert seen.client is not None
     as_one = replace(seen, client=replace(seen.client, images=1, batch_size=1), images_per_release=1)
-    labels, remark = labels_of_update(as_one)
-    assert labels == (2, 7)
-    assert remark is not None
-    assert "more images" in remark
-    assert "--set client.loss=binary" in remark
+    found = labels_of_update(as_one)
+    assert found.labels == (2, 7)
+    assert found.remark is not None
+    assert "more images" in found.remark
+    assert "--set client.loss=binary" in found.remark
 
 
 def test_a_loss_for_each_class_is_named_where_no_bias_rises(model: VictimModel, crops: Tensor) -> None:
@@ -84,13 +84,13 @@ def test_a_loss_for_each_class_is_named_where_no_bias_rises(model: VictimModel, 
     seen = seen_of(model, crops, [7])
     falling = replace(seen, gradients={n: u.abs() if n == "head.bias" else u for n, u in seen.gradients.items()})
     binary = replace(falling, client=Client(lr=0.01, loss="binary"))
-    (labels, said), (of_binary, left) = labels_of_update(falling), labels_of_update(binary)
-    assert labels == of_binary == ()
-    assert said is not None
-    assert left is not None
-    assert "--set client.loss=binary" in said
-    assert said.startswith(left)
-    assert "binary" not in left
+    of_softmax, of_binary = labels_of_update(falling), labels_of_update(binary)
+    assert of_softmax.labels == of_binary.labels == ()
+    assert of_softmax.remark is not None
+    assert of_binary.remark is not None
+    assert "--set client.loss=binary" in of_softmax.remark
+    assert of_softmax.remark.startswith(of_binary.remark)
+    assert "binary" not in of_binary.remark
 
 
 def test_every_bias_that_rises_under_a_sigmoid_is_a_label(model: VictimModel, crops: Tensor) -> None:
@@ -101,9 +101,10 @@ def test_every_bias_that_rises_under_a_sigmoid_is_a_label(model: VictimModel, cr
     y = torch.zeros(11).index_fill(0, torch.tensor([2, 5, 9]), 1.0)
     gradient = (z.sigmoid() - y) / 11 * 0.01
     own = replace(seen, gradients={**seen.gradients, "head.bias": gradient[None]})
-    assert labels_of_update(own) == ((2, 5, 9), None)
+    assert labels_of_update(own) == Told((2, 5, 9), (2, 5, 9))
 
 
+@pytest.mark.slow
 def test_noise_tells_no_label(model: VictimModel, crops: Tensor) -> None:
     """On noise alone 1 of 1,000 updates may name one; of 200 none does, and of the signs of Adam's none."""
     clean = seen_of(model, crops, [0])

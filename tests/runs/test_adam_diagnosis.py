@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.attacks.solvers import largest_step, least_step
 from privlab.base import PrivlabError
 from privlab.release import observe_updates
-from privlab.release.update_files import label_of_update
+from privlab.release.labels import label_of_update
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel

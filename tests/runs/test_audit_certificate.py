@@ -52,6 +52,7 @@ def test_images_of_a_batch_are_proven_together(tiny_model: Model, crops: Tensor)
     assert certify(seen, images[:2]).explained is None
 
 
+@pytest.mark.slow
 def test_settings_that_are_fitted_prove_and_so_do_grey_levels(tiny_model: Model, crops: Tensor) -> None:
     """Where no setting explains the update, an image on grey levels is no chance all the same."""
     model, true = tiny_model().float(), Client(lr=0.05, steps=3, momentum=0.9)

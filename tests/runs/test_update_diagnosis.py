@@ -76,6 +76,7 @@ FITTED: dict[str, tuple[Client, Client, int | Tensor, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FITTED)
 def test_what_is_not_stated_is_fitted_and_said(tiny_model: Model, crops: Tensor, name: str) -> None:
     """Later steps are no multiple of the first one, so that no other rate explains them."""
@@ -116,6 +117,7 @@ def test_only_under_autocast_a_residual_of_rounding_explains() -> None:
     assert not is_explained(0.06)
 
 
+@pytest.mark.slow
 def test_bf16_is_fitted_or_explained_without(tiny_model: Model, crops: Tensor) -> None:
     true = replace(THREE, autocast="bf16")
     found = fit_client(replace(update_of(tiny_model().float(), true, crops[:1]), client=THREE), 3, "files")
@@ -128,6 +130,7 @@ def test_of_an_update_of_adam_nothing_is_fitted(tiny_model: Model, crops: Tensor
     assert fit_client(update_of(tiny_model().float(), true, crops[:1]), 3, "files") is None
 
 
+@pytest.mark.slow
 def test_what_is_as_large_as_the_weights_is_of_two_models_and_what_is_not_may_be(
     tiny_model: Model, crops: Tensor
 ) -> None:

@@ -72,15 +72,16 @@ def test_every_epoch_takes_every_image_once_in_an_order_of_its_own(tiny: Any) ->
 
 @pytest.mark.parametrize("defense", DEFENSES)
 def test_answers_are_those_of_the_model_itself(defense: str, server: Any, client: Any, tiny: Any) -> None:
-    learner, traffic = tiny.learner(defense, dtype="float64"), Traffic()
+    learner = tiny.learner(defense, dtype="float64")
     data = tiny.batches().data
     with server() as (running, _):
-        answers = infer(learner, client(running), data, traffic=traffic)
+        asking = client(running)
+        answers = infer(learner, asking, data)
     want = tiny.tiny().model.double()(data.pixels(slice(None)).double()).softmax(1)
     assert_close(answers, want, rtol=0, atol=1e-12)
-    assert len(traffic.waited) == 4
+    assert len(asking.traffic.waited) == 4
     size = 20 * 17 * 32 * 8
-    assert size < traffic.received < size + 4 * 200
+    assert size < asking.traffic.received < size + 4 * 200
 
 
 def test_what_is_asked_twice_is_permuted_otherwise(server: Any, client: Any, tiny: Any, tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_a_client_waits_for_a_server_that_is_not_up_yet(spawn: Any, tiny: Any, t
         spawn("serve", state=tmp_path / "state", port=int(address.rpartition(":")[2]))
 
     learner = tiny.learner()
-    trained_by = tiny.Trainer(learner, tiny.Client(address, tiny.TOKEN), tmp_path, tell=tell)
+    trained_by = tiny.Trainer(learner, tiny.Client(address, tiny.TOKEN, tell=tell), tmp_path)
     trained_by.train(tiny.batches(), 2)
     assert learner.step == 2
     assert len(told) == 1

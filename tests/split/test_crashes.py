@@ -107,7 +107,7 @@ def test_a_server_killed_in_the_middle_of_a_step_and_restarted(
     killer(step, half, when, restart)
     folder = tmp_path / "client"
     folder.mkdir()
-    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, tell=told.append)
+    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN, tell=told.append), folder)
     trainer.train(tiny.batches(), tiny.STEPS)
     check(folder)
     assert len(told) == 1
@@ -177,6 +177,7 @@ def test_both_killed_and_started_again(spawn: Any, tiny: Any, check: Any, tmp_pa
     check(folder)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_lets_its_session_go_and_the_others_go_on(
     spawn: Any, server: Any, client: Any, tiny: Any, tmp_path: Path
 ) -> None:
@@ -201,6 +202,7 @@ def wait_for(events: list[dict[str, Any]], name: str) -> dict[str, Any]:
     raise AssertionError(f"no {name} in {events}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_told_to_stop_finishes_the_step_and_ends_well(
     number: int, spawn: Any, killer: Any, tiny: Any, check: Any, tmp_path: Path
@@ -215,7 +217,7 @@ def test_a_server_that_is_told_to_stop_finishes_the_step_and_ends_well(
         os.kill(first.process.pid, number)
 
     killer(6, "backward", "before", stop)
-    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, retry_for=0.0)
+    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN, retry_for=0.0), folder)
     with pytest.raises(PrivlabError, match=r"is stopping|cannot be reached|is not there"):
         trainer.train(tiny.batches(), tiny.STEPS)
     done = trainer.learner.step

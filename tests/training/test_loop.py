@@ -1,4 +1,4 @@
-"""The training loop: it learns, epochs make one stream, and a run that goes on ends where one in one go ends."""
+"""Both training loops: they learn, epochs make one stream, and a run that goes on ends where one in one go ends."""
 
 import csv
 import logging
@@ -20,8 +20,11 @@ from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.training import Checkpoints, Compute, Plan, TrainingProgress, listening, train
-from privlab.training.loop import _rows
+from privlab.experiments.training.checkpoint import Checkpoints
+from privlab.experiments.training.loop import train
+from privlab.experiments.training.plan import Compute, Plan
+from privlab.training import Plan as ShortPlan
+from privlab.training import TrainingProgress, listening, loop
 
 
 class Regression:
@@ -83,13 +86,12 @@ def test_two_hundred_steps_learn_a_linear_map() -> None:
 @given(n=st.integers(1, 30), size=st.integers(1, 70), seed=st.integers(0, 99))
 def test_examples_come_as_a_stream_of_shuffled_epochs(n: int, size: int, seed: int) -> None:
     """Whatever the batch size, each epoch's n places hold every example once; the order is the seed's."""
-    plan = Plan(steps=1, batch_size=size, seed=seed)
-    stream = torch.cat([_rows(plan, step, n) for step in range(-(-3 * n // size))])
+    stream = torch.cat([loop.rows_of(seed, size, step, n) for step in range(-(-3 * n // size))])
     for epoch in range(3):
         assert sorted(stream[epoch * n : (epoch + 1) * n].tolist()) == list(range(n))
     if n > 10:
         assert not torch.equal(stream[:n], stream[n : 2 * n])
-        assert not torch.equal(stream[:n], torch.cat([_rows(replace(plan, seed=seed + 1), 0, n)] * n)[:n])
+        assert not torch.equal(stream[:n], torch.cat([loop.rows_of(seed + 1, size, 0, n)] * n)[:n])
 
 
 def test_accumulated_parts_make_the_gradient_of_the_whole() -> None:
@@ -103,6 +105,32 @@ def test_accumulated_parts_make_the_gradient_of_the_whole() -> None:
         ends.append(weights(recipe))
     for name, tensor in ends[0].items():
         torch.testing.assert_close(tensor, ends[1][name], rtol=0, atol=1e-6)
+
+
+def test_the_loop_of_attacks_ends_with_the_same_bits_and_reports() -> None:
+    """Without Fabric: the same order, draws, clipping, decay and schedule."""
+    long, short = Regression(), Regression()
+    heard: list[list[TrainingProgress]] = [[], []]
+    train(long, replace(PLAN, steps=50), progress=heard[0].append)
+    before = torch.random.get_rng_state()
+    with listening(heard[1].append):
+        loop.train(short, ShortPlan(steps=50, batch_size=16, learning_rate=0.02, warmup=4))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert same(weights(long), weights(short))
+    assert long.taken == short.taken
+    ours, theirs = ([replace(now, seconds=0.0, seconds_left=0.0) for now in each] for each in heard)
+    assert ours == theirs
+    assert [now.step for now in ours] == [20, 40, 50]
+    assert not short.model.training
+
+
+def test_the_loop_of_attacks_refuses_what_cannot_be_trained() -> None:
+    with pytest.raises(PrivlabError, match="no examples"):
+        loop.train(Regression(0), ShortPlan(steps=1))
+    with pytest.raises(PrivlabError, match="the loss is nan at step 1"):
+        loop.train(Regression(poisoned=0), ShortPlan(steps=2, batch_size=40))
+    with pytest.raises(PrivlabError, match=r"batch_size .* Found 0"):
+        ShortPlan(steps=1, batch_size=0)
 
 
 def test_the_caller_keeps_its_random_state() -> None:
@@ -195,7 +223,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 import test_loop
-from privlab.training import checkpoint, train
+from privlab.experiments.training.loop import train
 
 renames = []
 def rename(self, target, real=Path.rename):
@@ -256,7 +284,7 @@ def test_only_two_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_and_names_the_step(tmp_path: Path) -> None:
     """An example that step 11 takes is poisoned: the step is named, and what was saved before it stays."""
     plan = replace(PLAN, batch_size=2, steps=50)
-    recipe = Regression(100, poisoned=int(_rows(plan, 10, 100)[0]))
+    recipe = Regression(100, poisoned=int(loop.rows_of(plan.seed, 2, 10, 100)[0]))
     with pytest.raises(PrivlabError, match=r"11.*checkpoint.*8"):
         train(recipe, plan, compute=Compute(log_every=100, save_every=4), out=tmp_path)
     found = Checkpoints(tmp_path / "checkpoints", {}).last()
@@ -343,7 +371,7 @@ from pathlib import Path
 import torch
 sys.path.insert(0, {folder!r})
 import test_loop
-from privlab.training import train
+from privlab.experiments.training.loop import train
 
 torch.set_num_threads(1)
 recipe = test_loop.Regression()

@@ -16,8 +16,8 @@ from privlab.base import PrivlabError
 from privlab.metrics import psnr
 from privlab.patches import patchify
 from privlab.release import gradient_capabilities, observe, observe_features, released_parameters
-from privlab.release.gradients import obstacles
 from privlab.release.local_training import run_client
+from privlab.release.releases import obstacles
 from privlab.split.protocol.backbone import Backbone, check_cut
 from privlab.threat import Capability, Client, ClientData, Sent, Stack
 from privlab.victims import VictimModel, first_block, victim, why_no_plain_block
@@ -62,6 +62,7 @@ def make(kind: str, **options: Any) -> nn.Module:
     return vit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_victim_is_the_model_and_its_gradients_are_autograds(kind: str) -> None:
     """To all images alike, and of every parameter that is said to be released."""

@@ -1,4 +1,4 @@
-"""A recipe is what `privlab.training.train` trains: a network, what it learns from, and the objective."""
+"""A recipe is what `training.loop.train` trains: a network, what it learns from, and the objective."""
 
 import copy
 import hashlib

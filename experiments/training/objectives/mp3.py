@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from privlab.base import check_range
 from privlab.experiments.training.objectives.base import set_drop_path
-from privlab.reassembly import Mp3Network, tiles
+from privlab.experiments.training.objectives.context import MaskedMp3
+from privlab.reassembly import tiles
 from privlab.victims import VictimModel
 
 
@@ -48,7 +49,7 @@ class TrainMp3:
     def module(self, model: VictimModel) -> nn.Module:
         """Return the predictor on the victim's ViT, whose position embeddings, if it has any, are not used."""
         set_drop_path(model, self.drop_path)
-        return Mp3Network(model)
+        return MaskedMp3(model)
 
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator

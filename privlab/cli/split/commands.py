@@ -13,8 +13,9 @@ from click.core import ParameterSource
 
 from privlab.base import PrivlabError
 from privlab.cli import common as shared
-from privlab.cli.names import FROM_ZERO, PATH, POSITIVE, STACK, VICTIM
-from privlab.cli.split.output import print_event, print_inference, print_training, say, show_event, training_bar
+from privlab.cli import options as option
+from privlab.cli.names import PATH, POSITIVE, STACK
+from privlab.cli.split.output import print_event, print_inference, print_training, say, show_event, step_text
 from privlab.split.client.defaults import RETRY_SECONDS
 
 if TYPE_CHECKING:
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from privlab.split.client.job import SplitJob, Started
 
 _VICTIM = shared.all_of(
-    click.option("--model", type=VICTIM, default="vit_ti", help="A name of `privlab list victims`, or timm:NAME."),
-    click.option("--weights", default="auto", help="auto, pretrained, random, or a file."),
-    shared.img_size_option,
-    click.option("--seed", type=FROM_ZERO, default=0, help="Of random weights, and order."),
+    option.one_model(required=False, default="vit_ti", help="Model: a victim or timm:NAME."),
+    *(option.weights(), option.img_size()),
+    option.seed(help="Seed of random weights and of the order of images."),
 )
 _TOKEN_FILE = click.option(
     "--token-file",
@@ -35,43 +35,38 @@ _TOKEN_FILE = click.option(
     show_default="split-token in privlab's folder of settings",
     help="The bearer token, in a file of mode 0600.",
 )
-_IMAGES = shared.all_of(
-    shared.images_option,
-    shared.limit_option,
-    click.option("--split", help="Split of a data set, or sub-folder of a folder."),
-    click.option("--labels", help="predicted, or a CSV file: file, class_index.  [default: the source's own]"),
-)  # fmt: skip
+_IMAGES = shared.all_of(option.images(), option.limit(), option.split(), option.labels())
 _DEFENSE = shared.all_of(
-    click.option("--defense", type=STACK, default="none", help="Names of `privlab list defenses`, stacked with +."),
+    option.defense(type=STACK, default="none"),
+    option.set_(help="Set an option of a defense; repeat it for more."),
+    option.cut_layer(help="Number of blocks that the client keeps, besides the embedding."),
     click.option(
-        "--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="An option of a defense; repeat it."
+        "--upload", is_flag=True, help="Send the server its initial weights; a column permutation always does."
     ),
-    click.option("--cut-layer", type=FROM_ZERO, default=0, help="Blocks that stay here, with the embedding."),
-    click.option("--upload", is_flag=True, help="Bring T's initial weights; a column permutation does so by itself."),
-    click.option("--batch-size", type=POSITIVE, default=32, help="Images sent together."),
-    click.option("--dtype", default="float32", help="float32 or float64, on both sides."),
+    click.option("--batch-size", type=POSITIVE, default=32, help="Number of images that are sent together."),
+    click.option("--dtype", default="float32", help="Number format on both sides: float32 or float64."),
 )
 _SERVER = shared.all_of(
     click.option("--server", required=True, metavar="HOST:PORT", help="Where `privlab split serve` listens."),
     _TOKEN_FILE,
-    click.option("--tls", is_flag=True, help="Trust the authorities that this system trusts."),
-    click.option("--tls-ca", type=PATH, help="Trust this authority's certificate (PEM) instead."),
+    click.option("--tls", is_flag=True, help="Use TLS, and trust the authorities that this system trusts."),
+    click.option("--tls-ca", type=PATH, help="Use TLS, and trust this authority's certificate (PEM)."),
     click.option("--tls-cert", type=PATH, help="This client's certificate (PEM), if the server asks for one."),
-    click.option("--tls-key", type=PATH, help="Its key (PEM)."),
+    click.option("--tls-key", type=PATH, help="Key of the certificate (PEM)."),
     click.option(
         "--retry-for", type=click.FloatRange(min=0), default=RETRY_SECONDS,
-        help="Seconds to go on trying when the server does not answer.",
+        help="Number of seconds to retry when the server does not answer.",
     ),
     click.option(
         "--timeout", type=click.FloatRange(min=0, min_open=True), default=600,
-        help="Seconds to wait for one reply.",
+        help="Number of seconds to wait for a reply.",
     ),
 )  # fmt: skip
 
 
 @click.group(cls=shared.Commands)
 def split() -> None:
-    """Train and run a model with its backbone on a server that sees permuted features alone."""
+    """Train and run a model whose backbone is on another machine."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core would print pages of messages
     if importlib.util.find_spec("grpc") is None:
         raise PrivlabError("Split learning needs the extra: pip install 'privlab[split]'.")
@@ -79,22 +74,24 @@ def split() -> None:
 
 @split.command()
 @_VICTIM
-@click.option("--host", default="127.0.0.1", help="Where to listen; beyond loopback only with TLS.")
-@click.option("--port", type=click.IntRange(0, 65535), default=50551, help="0 takes a free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; beyond loopback only with TLS.")
+@click.option("--port", type=click.IntRange(0, 65535), default=50551, help="Port to listen on; 0 takes a free one.")
 @click.option("--state", type=PATH, default="runs/split-server", help="Folder of the checkpoints.")
 @_TOKEN_FILE
 @click.option("--tls-cert", type=PATH, help="Certificate chain (PEM): listen for TLS.")
-@click.option("--tls-key", type=PATH, help="Its key (PEM).")
-@click.option("--tls-client-ca", type=PATH, help="Clients need a certificate of this authority (PEM).")
-@click.option("--record", type=PATH, help="Keep every feature and gradient in this folder, for `privlab attack`.")
-@click.option("--checkpoint-every", type=POSITIVE, default=100, help="Steps between two.")
-@click.option("--max-sessions", type=POSITIVE, default=8, help="Clients at once.")
-@click.option("--max-batch", type=POSITIVE, default=256, help="Images in a batch.")
-@click.option("--max-message", type=click.IntRange(1, 2047), default=256, help="MiB in a message.")
-@click.option("--max-memory", type=POSITIVE, help="MiB for all sessions.  [default: 80 % of the memory]")
+@click.option("--tls-key", type=PATH, help="Key of the certificate (PEM).")
+@click.option("--tls-client-ca", type=PATH, help="Require clients to have a certificate of this authority (PEM).")
+@click.option(
+    "--record", type=PATH, help="Record every feature and gradient in this folder, for `privlab audit features`."
+)
+@click.option("--checkpoint-every", type=POSITIVE, default=100, help="Number of steps between checkpoints.")
+@click.option("--max-sessions", type=POSITIVE, default=8, help="Largest number of clients at once.")
+@click.option("--max-batch", type=POSITIVE, default=256, help="Largest number of images in a batch.")
+@click.option("--max-message", type=click.IntRange(1, 2047), default=256, help="Largest size of a message in MiB.")
+@click.option("--max-memory", type=POSITIVE, help="Memory of all sessions in MiB.  [default: 80 % of the memory]")
 @click.option("--idle", type=click.FloatRange(min=0, min_open=True), default=300,
               help="Seconds of silence after which a session is saved and closed.")  # fmt: skip
-@shared.device_option
+@option.device()
 @shared.common
 def serve(
     as_json: bool,
@@ -105,7 +102,7 @@ def serve(
     device: str,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Hold the backbone T for clients, until SIGTERM or Ctrl-C."""
+    """Hold the backbone for clients, until SIGTERM or Ctrl-C."""
     from privlab.base import pick_device
     from privlab.split import Limits, Server, ServerTls, make_token
     from privlab.split import serve as run
@@ -138,17 +135,17 @@ def serve(
 @_IMAGES
 @_DEFENSE
 @click.option(
-    "--classes", type=click.IntRange(min=2), help="A fresh head of so many classes instead of the model's own."
+    "--classes", type=click.IntRange(min=2), help="Number of classes of a new head, in place of the model's own."
 )
-@click.option("--epochs", type=POSITIVE, default=1)
-@click.option("--optimizer", default="adamw", help="adamw or sgd, on both sides.")
+@click.option("--epochs", type=POSITIVE, default=1, help="Number of epochs.")
+@click.option("--optimizer", default="adamw", help="Optimiser on both sides: adamw or sgd.")
 @click.option("--lr", type=float, default=1e-4, help="Learning rate.")
-@click.option("--momentum", type=float, default=0.9, help="Of sgd.")
-@click.option("--weight-decay", type=float, default=0.0)
+@click.option("--momentum", type=float, default=0.9, help="Momentum of sgd.")
+@click.option("--weight-decay", type=float, default=0.0, help="Weight decay.")
 @click.option("--out", type=PATH, help="Folder of the client's checkpoint.  [default: runs/TIME-split-MODEL]")
-@click.option("--resume", type=PATH, metavar="DIR", help="Go on with an earlier --out; its options are kept.")
+@click.option("--resume", type=PATH, metavar="DIR", help="Continue the training in an earlier --out, with its options.")
 @_SERVER
-@shared.device_option
+@option.device()
 @shared.common
 @click.pass_context
 def train(context: click.Context, as_json: bool, out: Path | None, resume: Path | None, **options: Any) -> None:  # noqa: ANN401
@@ -163,14 +160,13 @@ def train(context: click.Context, as_json: bool, out: Path | None, resume: Path 
         job = replace(job, epochs=options["epochs"])
     batches = _batches(started, folder, resuming=resume is not None)
     facts = started.facts | {"job": asdict(job), "data": batches.data.sha256}
-    how = {"facts": facts, "session": started.session, "retry_for": options["retry_for"], "tell": say}
-    trainer = Trainer(started.learner, client, folder, **how)
+    trainer = Trainer(started.learner, client, folder, facts=facts, session=started.session)
     began, first, total = time.perf_counter(), started.learner.step, job.epochs * batches.per_epoch
-    with training_bar(total) as show:
-        trainer.train(batches, total, show)
+    with shared.progress_bar("training") as show:
+        trainer.train(batches, total, lambda done: show(done.step, total, step_text(done)))
     seconds = time.perf_counter() - began
     done = started.learner.step - first
-    summary = training_summary(started.learner, batches, trainer.traffic, seconds, done)
+    summary = training_summary(started.learner, batches, client.traffic, seconds, done)
     print_training({"run": str(folder), "session": trainer.session[:12]} | summary, as_json)
 
 
@@ -178,26 +174,25 @@ def train(context: click.Context, as_json: bool, out: Path | None, resume: Path 
 @_VICTIM
 @_IMAGES
 @_DEFENSE
-@click.option("--run", type=PATH, metavar="DIR", help="Use what `train --out DIR` learnt; its options are kept.")
+@click.option("--run", type=PATH, metavar="DIR", help="Use what `train --out DIR` learnt, with its options.")
 @_SERVER
-@shared.device_option
+@option.device()
 @shared.common
 @click.pass_context
 def infer(context: click.Context, as_json: bool, run: Path | None, **options: Any) -> int:  # noqa: ANN401
     """Classify images: the embedding and the head are here, the backbone is on the server."""
-    from privlab.split import Traffic, infer
+    from privlab.split import infer
     from privlab.split.client.summary import inference_summary
 
-    client, traffic = _client(options), Traffic()
+    client = _client(options)
     started = _started(context, run)
     job = replace(started.job, **{name: options[name] for name in ("images", "limit", "split", "labels")})
     data = _read(job, started)
     began = time.perf_counter()
     with shared.progress_bar("asking") as progress:
-        how = {"session": started.session, "retry_for": options["retry_for"], "tell": say}
-        answers = infer(started.learner, client, data, traffic=traffic, progress=progress, **how)
+        answers = infer(started.learner, client, data, session=started.session, progress=progress)
     names = dict(enumerate(job.source().class_names or ()))
-    summary = inference_summary(data, answers, names, traffic, time.perf_counter() - began)
+    summary = inference_summary(data, answers, names, client.traffic, time.perf_counter() - began)
     print_inference(summary | {"failed": data.failed}, as_json)
     shared.print_failed(data.failed.items())
     return 2 if data.failed else 0
@@ -206,8 +201,8 @@ def infer(context: click.Context, as_json: bool, run: Path | None, **options: An
 @split.command()
 @click.argument("folder", type=PATH)
 @click.option("--host", multiple=True, default=("localhost", "127.0.0.1", "::1"),
-              help="Name or address of the server; repeat it.")  # fmt: skip
-@click.option("--days", type=POSITIVE, default=30, help="How long they hold.")
+              help="Name or address of the server; repeat it for more.")  # fmt: skip
+@click.option("--days", type=POSITIVE, default=30, help="Number of days for which the certificates are valid.")
 @shared.common
 def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -> None:
     """Make an authority with certificates for a server and a client in FOLDER, to try TLS out."""
@@ -230,7 +225,8 @@ def _client(options: dict[str, Any]) -> "Client":
     system, *files = (options[name] for name in ("tls", "tls_ca", "tls_cert", "tls_key"))
     if not (system or files[0]) and any(files):
         raise PrivlabError("--tls-cert and --tls-key are for TLS: give --tls-ca, or --tls, too.")
-    client = Client(server, read_token(token_file), ClientTls(*files) if system or files[0] else None, timeout)
+    tls = ClientTls(*files) if system or files[0] else None
+    client = Client(server, read_token(token_file), tls, timeout, options["retry_for"], say)
     if client.tls is not None:
         client.tls.credentials()  # reports mistakes in the files before images are read
     return client

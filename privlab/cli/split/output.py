@@ -1,13 +1,11 @@
 """The output of `privlab split`: events of a server, progress and results of a client."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from privlab.cli.common import err, print_json, print_table
@@ -33,29 +31,10 @@ def say(message: str) -> None:
     err.print(message, style="yellow", markup=False)
 
 
-@contextmanager
-def training_bar(total: int) -> Iterator[Callable[["StepDone"], None]]:
-    """Show progress, loss, accuracy and the time of a step, the three averaged over about 20 steps."""
-    text = TextColumn(
-        "loss {task.fields[loss]:.4f} accuracy {task.fields[accuracy]:.1%} {task.fields[ms]:.0f} ms a step"
-    )
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
-    bar = Progress(*columns, console=err)
-    task = bar.add_task("", total=total, loss=0.0, accuracy=0.0, ms=0.0)
-    mean: dict[str, float] = {}
-
-    def show(done: "StepDone") -> None:
-        bar.start()  # only after the first step, so that a mistake prints one line
-        now = {"loss": done.loss, "accuracy": done.hits / done.images, "ms": 1000 * done.seconds}
-        for name, value in now.items():
-            mean[name] = value if name not in mean else 0.95 * mean[name] + 0.05 * value
-        bar.update(task, completed=done.step, **mean)  # pyright: ignore[reportArgumentType]
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+def step_text(done: "StepDone") -> str:
+    """Return what the progress of a training says of its last step."""
+    accuracy = done.hits / done.images
+    return f"training, loss {done.loss:.4f}, accuracy {accuracy:.1%}, {1000 * done.seconds:.0f} ms a step"
 
 
 def print_training(summary: Mapping[str, Any], as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -32,8 +32,10 @@ from privlab.report.tables.table import (
     of_single,
     some,
 )
-from privlab.runs import Outcome
 from privlab.threat import Client
+
+if TYPE_CHECKING:
+    from privlab.report.run import Run
 
 _SETTINGS = {
     "a": "a, nothing is defended, and the private image x is the reference",
@@ -195,7 +197,7 @@ def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
     return [*shown, *(name for name in PLACEMENT if name in table)]
 
 
-def missing_metrics(outcome: Outcome, shown: Sequence[str]) -> list[str]:
+def missing_metrics(outcome: "Run", shown: Sequence[str]) -> list[str]:
     """Return one line for each shown metric that is n/a, or has fewer images than there are, with the reason."""
     scored = outcome.records.loc[outcome.records.status == "ok"]
     tried = " " + scored.metrics.fillna("") + " "
@@ -208,10 +210,9 @@ def missing_metrics(outcome: Outcome, shown: Sequence[str]) -> list[str]:
     return [f"{name}: n/a ({reasons[name]})" for name in shown if name in reasons]
 
 
-def verdicts(outcome: Outcome) -> list[str]:
+def verdicts(outcome: "Run") -> list[str]:
     """Return one line per victim on its weights, defense and seed, and one on the threat model."""
-    spec = outcome.spec
-    lines = []
+    spec, lines = outcome.spec, []
     for base in outcome.victims:
         at_work = [defense_of(spec, base, setting) for setting in spec.settings]
         parts = (part for stack in at_work for part in stack.parts)

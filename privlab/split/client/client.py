@@ -13,11 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError
+from privlab.split.client.defaults import RETRY_SECONDS
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.inbox import Inbox
 from privlab.split.protocol.security import ClientTls, is_loopback, split_address
 from privlab.split.protocol.split_pb2 import Contract as ContractMessage
-from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save
+from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save, Tensors
 from privlab.split.protocol.wire import chunks, pack, pack_state, unpack
 from privlab.split.server.server import METHOD
 
@@ -44,13 +45,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Client:
-    """The address of a server, and how to connect to it.
+    """The address of a server, and how to connect to it; `traffic` counts the messages of all sessions.
 
     Args:
         address: HOST:PORT.
         token: the bearer token of the server.
         tls: the authority to trust, and the client's own certificate; without it, the server must be on this machine.
         timeout: seconds to wait for one reply.
+        retry_for: seconds to try again if the server does not answer.
+        tell: called with the reason when it begins to wait.
 
     Raises:
         PrivlabError: if the address has another form, or is of another machine and `tls` is missing.
@@ -60,6 +63,9 @@ class Client:
     token: str = field(repr=False)
     tls: ClientTls | None = None
     timeout: float = 600.0
+    retry_for: float = RETRY_SECONDS
+    tell: Callable[[str], None] = lambda message: None
+    traffic: Traffic = field(default_factory=Traffic, init=False, repr=False)
 
     def __post_init__(self) -> None:
         host, _ = split_address(self.address)
@@ -75,7 +81,6 @@ class Client:
         steps: Sequence[int] = (0,),
         saved: int = 0,
         weights: Mapping[str, Tensor] | None = None,
-        traffic: Traffic | None = None,
     ) -> Iterator["Remote"]:
         """Open a session, or resume one after the first of `steps` that the server knows too.
 
@@ -85,21 +90,19 @@ class Client:
             steps: the steps after which the client can continue, the best first; 0 allows a new session.
             saved: the last step of which the client keeps a checkpoint.
             weights: T's initial weights by timm's names, if the contract says that the client brings them.
-            traffic: counts the messages; None counts them in an object of the session's own.
 
         Raises:
             PrivlabError: if the server refuses a request; `Lost` if trying again may help.
         """
-        channel = self._channel(contract)
-        remote = Remote(channel, self.token, contract, self.timeout, traffic or Traffic(), saved)
-        try:
-            remote.open(session, steps)
-            if weights is not None and remote.step == 0:
-                remote.upload(weights)
-            yield remote
-        finally:
-            remote.close()
-            channel.close()
+        with self._channel(contract) as channel:
+            remote = Remote(channel, self, contract, saved)
+            try:
+                remote.open(session, steps)
+                if weights is not None and remote.step == 0:
+                    remote.upload(weights)
+                yield remote
+            finally:
+                remote.close()
 
     def _channel(self, contract: Contract) -> grpc.Channel:
         options = [
@@ -117,15 +120,13 @@ class Client:
 class Remote:
     """T as the client sees it: `id` names the session, which continues after `step`; a crash leaves step `durable`."""
 
-    def __init__(
-        self, channel: grpc.Channel, token: str, contract: Contract, timeout: float, traffic: Traffic, saved: int
-    ) -> None:
-        self.contract, self.timeout, self.traffic, self.saved = contract, timeout, traffic, saved
+    def __init__(self, channel: grpc.Channel, client: Client, contract: Contract, saved: int) -> None:
+        self.contract, self.timeout, self.traffic, self.saved = contract, client.timeout, client.traffic, saved
         self.id, self.weights_sha256 = "", ""
         self.step = self.durable = 0
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         call = channel.stream_stream(METHOD)
-        self._call = call(iter(self._requests.get, None), metadata=(("authorization", f"Bearer {token}"),))
+        self._call = call(iter(self._requests.get, None), metadata=(("authorization", f"Bearer {client.token}"),))
         self._replies = Inbox(self._call)
 
     def open(self, session: str, steps: Sequence[int]) -> None:
@@ -142,14 +143,12 @@ class Remote:
 
     def forward(self, step: int, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return T(features): the first half of a step."""
-        request = Request()
-        request.forward.step, request.forward.data = step, pack("features", features)
+        request = Request(forward=Tensors(step=step, data=pack("features", features)))
         return self._tensor(self._exchange(request).outputs.data, "outputs", features)
 
     def backward(self, step: int, gradient: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return ∂ℓ/∂features, given ∂ℓ/∂outputs: the second half of a step, in which the server changes T."""
-        request = Request()
-        request.backward.step, request.backward.data = step, pack("gradient", gradient)
+        request = Request(backward=Tensors(step=step, data=pack("gradient", gradient)))
         return self._tensor(self._exchange(request).gradient.data, "gradient", gradient)
 
     def infer(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
@@ -245,13 +244,11 @@ class Patience:
 
     def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
         self._seconds, self._tell = seconds, tell
-        self._met = False
-        self._since: float | None = None
-        self._pause = _FIRST_PAUSE
+        self._met, self._tries, self._until = False, 0, 0.0
 
     def reset(self) -> None:
         """Reset the time and the pauses: the server has answered."""
-        self._met, self._since, self._pause = True, None, _FIRST_PAUSE
+        self._met, self._tries = True, 0
 
     def wait(self, lost: Lost) -> None:
         """Wait before the next attempt.
@@ -261,12 +258,11 @@ class Patience:
         """
         if isinstance(lost, Rebuffed) and not self._met:
             raise lost
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
+        if self._tries == 0:
+            self._until = time.monotonic() + self._seconds
             self._tell(f"{lost} Trying again for {self._seconds:g} seconds.")
-        left = self._since + self._seconds - now
+        left = self._until - time.monotonic()
         if left <= 0:
             raise PrivlabError(f"{lost} Tried for {self._seconds:g} seconds (--retry-for).") from None
-        time.sleep(min(self._pause, left))
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        time.sleep(min(_FIRST_PAUSE * 2**self._tries, _LONGEST_PAUSE, left))
+        self._tries += 1

@@ -12,9 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError, Progress, full_precision
-from privlab.split.client.client import Client, Lost, Patience, Remote, Traffic
+from privlab.split.client.client import Client, Lost, Patience, Remote
 from privlab.split.client.data import Batches, Dataset
-from privlab.split.client.defaults import RETRY_SECONDS
 from privlab.split.client.learner import Learner
 from privlab.split.protocol.secret import batch_draws
 from privlab.victims import hash_of
@@ -48,8 +47,6 @@ class Trainer:
         folder: the folder of the client's checkpoint, `client.safetensors`.
         facts: plain data to keep in the checkpoint.
         session: the id of a session to resume; empty for a new one.
-        retry_for: seconds to try again if the server does not answer.
-        tell: called with the reason when it begins to wait.
     """
 
     learner: Learner
@@ -58,12 +55,10 @@ class Trainer:
     _: KW_ONLY
     facts: dict[str, Any] = field(default_factory=dict)
     session: str = ""
-    retry_for: float = RETRY_SECONDS
-    tell: Callable[[str], None] = lambda message: None
 
     def __post_init__(self) -> None:
-        self.traffic, self._path = Traffic(), self.folder / CHECKPOINT
-        self._patience, self._saved = Patience(self.retry_for, self.tell), self.learner.step
+        self._path, self._saved = self.folder / CHECKPOINT, self.learner.step
+        self._patience = Patience(self.client.retry_for, self.client.tell)
 
     def train(self, batches: Batches, steps: int, on_step: Callable[[StepDone], None] = lambda done: None) -> None:
         """Train until the learner has done `steps` steps in all.
@@ -83,13 +78,11 @@ class Trainer:
                 self._patience.wait(lost)
 
     def _train(self, batches: Batches, steps: int, on_step: Callable[[StepDone], None]) -> None:
-        learner, id_, saved = self.learner, self.session, self._saved
+        learner, saved = self.learner, self._saved
         known = sorted({learner.step, saved}, reverse=True)
         weights = learner.initial_weights() if learner.contract.own_weights and 0 in known else None
-        session = self.client.session(
-            learner.contract, session=id_, steps=known, saved=saved, weights=weights, traffic=self.traffic
-        )
-        with full_precision(), session as remote:
+        opened = self.client.session(learner.contract, session=self.session, steps=known, saved=saved, weights=weights)
+        with full_precision(), opened as remote:
             self._begin(remote)
             while learner.step < steps:
                 on_step(self._step(remote, batches))
@@ -143,9 +136,6 @@ def infer(
     data: Dataset,
     *,
     session: str = "",
-    traffic: Traffic | None = None,
-    retry_for: float = RETRY_SECONDS,
-    tell: Callable[[str], None] = lambda message: None,
     progress: Progress = lambda done, total: None,
 ) -> Float[Tensor, "n y"]:
     """Return the class probabilities of each image, computed by the learner and the T of a session.
@@ -157,19 +147,16 @@ def infer(
         client: the address of the server.
         data: the n images.
         session: the id of the training session whose T is used; empty for the initial T.
-        traffic: counts the messages.
-        retry_for: seconds to try again if the server does not answer.
-        tell: called with the reason when it begins to wait.
         progress: called with the number of images answered and that of all images.
 
     Raises:
         PrivlabError: if the server refuses a request, or does not answer in time.
     """
-    patience = Patience(retry_for, tell)
+    patience = Patience(client.retry_for, client.tell)
     contract, step = learner.contract, learner.step
     weights = learner.initial_weights() if contract.own_weights and step == 0 else None
     while True:
-        opened = client.session(contract, session=session, steps=[step], saved=step, weights=weights, traffic=traffic)
+        opened = client.session(contract, session=session, steps=[step], saved=step, weights=weights)
         try:
             with full_precision(), opened as remote:
                 patience.reset()

@@ -1,13 +1,12 @@
 """Certificates for trying out TLS: a new authority, and one certificate each for server and clients."""
 
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import trustme
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, first, write_whole
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[Path]:
@@ -28,17 +27,9 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[P
         made = authority.issue_cert(*names, common_name=f"privlab {name}", not_after=until)
         files[f"{name}.pem"] = made.cert_chain_pems[0].bytes()
         files[f"{name}.key"] = made.private_key_pem.bytes()
-    for name, data in files.items():
-        _write(folder / name, data)
-    return [folder / name for name in files]
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a new file; a key is readable by its owner alone."""
-    mode = 0o600 if path.suffix == ".key" else 0o644
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
-            file.write(data)
-    except OSError as error:
-        raise PrivlabError(f"'{path}' cannot be written: {error.strerror}. Give a new folder.") from error
+    paths = {folder / name: data for name, data in files.items()}
+    if there := first(path.name for path in paths if path.exists()):
+        raise PrivlabError(f"'{folder}' already holds {there}. Give a new folder.")
+    for path, data in paths.items():
+        write_whole(path, lambda part, data=data: part.write_bytes(data), private=path.suffix == ".key", place="folder")
+    return list(paths)

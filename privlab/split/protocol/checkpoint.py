@@ -40,7 +40,6 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
     Raises:
         PrivlabError: if the disk is full or the folder cannot be written.
     """
-    private_folder(path.parent)
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         write_whole(

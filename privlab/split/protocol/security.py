@@ -127,8 +127,7 @@ class ServerTls:
         Raises:
             PrivlabError: if a file cannot be read or holds no certificate or key, or if cert and key do not match.
         """
-        _check_pair(self.cert, self.key)
-        pair = _read(self.key), _read(self.cert)
+        pair = _key_and_certificate(self.key, self.cert)
         authority = None if self.client_ca is None else _authority(self.client_ca)
         return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
@@ -149,20 +148,19 @@ class ClientTls:
         """
         if (self.cert is None) != (self.key is None):
             raise PrivlabError("A client's certificate needs its key: give both --tls-cert and --tls-key.")
-        if self.cert is not None and self.key is not None:
-            _check_pair(self.cert, self.key)
-        files = (None if path is None else _read(path) for path in (self.key, self.cert))
-        return grpc.ssl_channel_credentials(None if self.ca is None else _authority(self.ca), *files)
+        pair = () if self.cert is None or self.key is None else _key_and_certificate(self.key, self.cert)
+        return grpc.ssl_channel_credentials(None if self.ca is None else _authority(self.ca), *pair)
 
 
-def _check_pair(cert: Path, key: Path) -> None:
-    for path in (cert, key):
-        _read(path)
+def _key_and_certificate(key: Path, cert: Path) -> tuple[bytes, bytes]:
+    chain = _read(cert)
+    pair = _read(key), chain
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise PrivlabError(f"'{cert}' and '{key}' are no certificate with its key, in PEM: {reason}.") from error
+    return pair
 
 
 def _no_password() -> str:

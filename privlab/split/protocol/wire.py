@@ -5,11 +5,12 @@ Nothing is unpickled: safetensors' reader checks that sizes, offsets and types a
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from privlab.base import first
@@ -52,8 +53,7 @@ def unpack(data: bytes, name: str, contract: Contract) -> Float[Tensor, "b t d"]
         Refusal: if the bytes are no such tensor, its name, type or shape violates the contract, or a number is NaN or
             infinite.
     """
-    tensors = _read(data, {name: contract.torch_dtype})
-    tensor = tensors[name]
+    tensor = _read(data, [name], contract.torch_dtype)[name]
     most = (contract.max_batch, contract.max_tokens, contract.width)
     fits = tensor.ndim == 3 and all(1 <= n <= m for n, m in zip(tensor.shape, most, strict=True))
     if not fits or tensor.shape[2] != contract.width:
@@ -74,7 +74,7 @@ def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) ->
     Raises:
         Refusal: if the bytes are no such tensors, names, types or shapes differ, or a number is NaN or infinite.
     """
-    tensors = _read(data, dict.fromkeys(like, dtype))
+    tensors = _read(data, like, dtype)
     for name, tensor in tensors.items():
         if tensor.shape != like[name].shape:
             want, found = tuple(like[name].shape), tuple(tensor.shape)
@@ -88,23 +88,19 @@ def chunks(data: bytes) -> list[bytes]:
     return [data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)] + [b""]
 
 
-def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+def _read(data: bytes, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors; refuse bytes with other names or types."""
     try:
-        found = dict(deserialize(data))
-    except SafetensorError as error:
+        found = load(data)
+    except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError: a type that torch lacks
         raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no safetensors: {error}.") from None
-    if found.keys() != want.keys():
-        names, theirs = (first((name[:40] for name in sorted(each)), 4) for each in (want, found))
-        raise Refusal("INVALID_ARGUMENT", f"The tensors must be {names}. Found {theirs or 'none'}.")
-    tensors = {}
-    for name, dtype in want.items():
-        if found[name]["dtype"] != _CODES[dtype]:
-            raise Refusal("INVALID_ARGUMENT", f"'{name}' must be {_CODES[dtype]}. Found {found[name]['dtype']}.")
-        raw = found[name]["data"]
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        tensors[name] = flat.view(found[name]["shape"])
-    return tensors
+    if found.keys() != set(names):
+        wanted, theirs = (first((name[:40] for name in sorted(each)), 4) for each in (names, found))
+        raise Refusal("INVALID_ARGUMENT", f"The tensors must be {wanted}. Found {theirs or 'none'}.")
+    for name, tensor in found.items():
+        if tensor.dtype != dtype:
+            raise Refusal("INVALID_ARGUMENT", f"'{name}' must be {dtype}. Found {tensor.dtype}.")
+    return found
 
 
 def is_finite(tensor: Tensor) -> bool:

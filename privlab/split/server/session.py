@@ -162,21 +162,24 @@ class Live:
         Raises:
             Refusal: if the request is out of order, or its tensors violate the contract.
         """
-        kind = request.WhichOneof("kind")
-        self._note_saved(request.saved)
+        kind, session = request.WhichOneof("kind"), self.session
+        if request.saved > self.saved:
+            self.saved = request.saved
+            self._prune()
         if kind == "weights":
             return self._receive(request.weights)
         if self._uploaded is not None:
             raise Refusal("FAILED_PRECONDITION", f"The contract promises T's initial weights first. Found '{kind}'.")
         if kind == "forward":
-            return self._forward(request.forward)
+            outputs = session.forward(request.forward.step, self._tensor(request.forward.data, "features"))
+            return self._reply(outputs=Tensors(step=request.forward.step, data=pack("outputs", outputs)))
         if kind == "backward":
             return self._backward(request.backward)
         if kind == "infer":
             features = self._tensor(request.infer, "features")
             if self.record is not None:
                 self.record.inference(features)
-            return self._reply(inferred=pack("outputs", self.session.infer(features)))
+            return self._reply(inferred=pack("outputs", session.infer(features)))
         if kind == "save":
             self.checkpoint()
             return self._reply(saved=Saved())
@@ -204,12 +207,6 @@ class Live:
         self.checkpoint()
         self.log("closed", self.name, step=self.session.step, durable=self.durable)
 
-    def _forward(self, request: Tensors) -> Reply:
-        outputs = self.session.forward(request.step, self._tensor(request.data, "features"))
-        reply = self._reply()
-        reply.outputs.step, reply.outputs.data = request.step, pack("outputs", outputs)
-        return reply
-
     def _backward(self, request: Tensors) -> Reply:
         pending, before = self.session.pending_features, self.session.step
         gradient = self._tensor(request.data, "gradient")
@@ -219,9 +216,7 @@ class Live:
                 self.record.step(self.session.step, pending, gradient)
             if self.session.step % self.every == 0:
                 self.checkpoint()
-        reply = self._reply()
-        reply.gradient.step, reply.gradient.data = request.step, pack("gradient", answer)
-        return reply
+        return self._reply(gradient=Tensors(step=request.step, data=pack("gradient", answer)))
 
     def _receive(self, part: bytes) -> None:
         """Collect the initial weights; the last part is empty."""
@@ -236,11 +231,6 @@ class Live:
             state = unpack_state(bytes(self._uploaded), backbone.state_dict(), self.session.contract.torch_dtype)
             backbone.load_state_dict(state)
             self._uploaded = None
-
-    def _note_saved(self, step: int) -> None:
-        if step > self.saved:
-            self.saved = step
-            self._prune()
 
     def _prune(self) -> None:
         self.stored.keep({self.durable, self.saved, self.saved + 1})

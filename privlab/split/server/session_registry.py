@@ -88,7 +88,8 @@ class Sessions:
         contract = self._check(request)
         steps = list(request.steps) or [0]
         id_ = self._find(request.session, steps) or secrets.token_hex(32)
-        need = contract.session_bytes(*self._size(contract.cut_layer))
+        blocks = self.victim.model.vit.blocks[contract.cut_layer :]
+        need = contract.session_bytes(sum(p.numel() for p in blocks.parameters()), len(blocks))
         with self._place(id_, need):
             live = self._live(id_, steps, contract, saved)
             self.log("opened" if live.after == 0 else "resumed", live.name, step=live.after, memory=need)
@@ -207,7 +208,3 @@ class Sessions:
         if kind not in self._hashes:
             self._hashes[kind] = hash_of(self._backbone(contract).state_dict())
         return self._hashes[kind]
-
-    def _size(self, cut_layer: int) -> tuple[int, int]:
-        blocks = self.victim.model.vit.blocks[cut_layer:]
-        return sum(p.numel() for p in blocks.parameters()), len(blocks)

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.admission import Check, admit_any
-from privlab.admission.admit import admit
 from privlab.base import PrivlabError
 from privlab.defenses import (
     DEFENSES,
@@ -26,6 +24,7 @@ from privlab.defenses import (
     RowPermutation,
 )
 from privlab.patches import permute_features
+from privlab.testing import Check, check_any, check_defense
 from privlab.threat import Draws, Effects, Feed, Sent
 from privlab.victims import VictimModel, closed_form
 
@@ -446,15 +445,15 @@ def test_the_control_of_features_is_of_what_the_projection_carries(tiny_model: M
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: admit_any("mpj"), "Unknown defense, attack or metric 'mpj'. Did you mean mjp"),
-        (lambda: admit_any("mjp+blur"), "one at a time. Found 'mjp+blur'"),
-        (lambda: admit_any("blur", gamma=0.5), "--gamma is for jigsaw and mjp. Found 0.5 for blur"),
-        (lambda: admit_any("blur", ["sigmo=1"]), "Unknown option 'sigmo'. Did you mean sigma"),
-        (lambda: admit_any("mjp", model="vit_ti"), "this model has none. Use a `_mjp` victim"),
-        (lambda: admit_any("jigsaw", model="vit_ti_nope"), "needs what this observation does not grant"),
-        (lambda: admit_any("blur", ["sigma=90"]), "sigma of blur must be at most 21"),
-        (lambda: admit(OnImages(lambda x, _: x[9])), "Defense 'bad' does not run: IndexError"),
-        (lambda: admit(Jigsaw(), images=torch.rand(2, 3, 64, 64)), "three images, of shape (3, 3, 64, 64)"),
+        (lambda: check_any("mpj"), "Unknown defense, attack or metric 'mpj'. Did you mean mjp"),
+        (lambda: check_any("mjp+blur"), "one at a time. Found 'mjp+blur'"),
+        (lambda: check_any("blur", gamma=0.5), "--gamma is for jigsaw and mjp. Found 0.5 for blur"),
+        (lambda: check_any("blur", ["sigmo=1"]), "Unknown option 'sigmo'. Did you mean sigma"),
+        (lambda: check_any("mjp", model="vit_ti"), "this model has none. Use a `_mjp` victim"),
+        (lambda: check_any("jigsaw", model="vit_ti_nope"), "needs what this observation does not grant"),
+        (lambda: check_any("blur", ["sigma=90"]), "sigma of blur must be at most 21"),
+        (lambda: check_defense(OnImages(lambda x, _: x[9])), "Defense 'bad' does not run: IndexError"),
+        (lambda: check_defense(Jigsaw(), images=torch.rand(2, 3, 64, 64)), "three images, of shape (3, 3, 64, 64)"),
     ],
 )
 def test_mistakes(call: Callable[[], object], said: str) -> None:

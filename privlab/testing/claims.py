@@ -88,9 +88,10 @@ class Check:
 
 
 @dataclass(frozen=True, eq=False)
-class TwoClients:
-    """A victim in float64 with two clients of one image each, and a third that may take the second's place."""
+class Claims:
+    """A defense, a victim in float64, two clients of one image each, and a third that may take the second's place."""
 
+    defense: AnyDefense
     model: VictimModel
     images: Float[Tensor, "3 c h w"]
     seed: int = 0
@@ -142,37 +143,18 @@ class TwoClients:
         found, slopes, norms, σ = (torch.stack(values) for values in zip(*rows, strict=True))
         return found, slopes, norms + 1e-3 * norms.square().mean(0).sqrt(), σ  # no norm is zero, even of g = 0
 
-
-@torch.no_grad()
-def _slope(θ: Tensor, v: Tensor, loss: Callable[[], Tensor]) -> Float[Tensor, " b"]:
-    """Return the central difference of the losses in the direction v of θ, whose value is restored."""
-    before, values = θ.detach().clone(), []
-    for sign in (1, -1):
-        θ.copy_(before + sign * STEP * v)
-        values.append(loss())
-    θ.copy_(before)
-    return (values[0] - values[1]) / (2 * STEP)
-
-
-@dataclass(frozen=True, eq=False)
-class Claims:
-    """A defense, and the two clients that it is tried on."""
-
-    defense: AnyDefense
-    subject: TwoClients
-
     def acts_as(self) -> Iterator[Check]:
         """Yield, for a defense that declares what it does, how many declarations its releases contradict."""
         if defense_declarations(self.defense).acts_as is not None:
-            wrong = contradictions(self.subject.model, self.defense, NOISE_FACTOR)
+            wrong = contradictions(self.model, self.defense, NOISE_FACTOR)
             text = "; ".join(wrong) or "effects that are not as declared"
             yield Check("acts-as", float(len(wrong)), 0.0, text)
 
     def control(self) -> Check:
         """Return what patch-gradient finds without the defense."""
-        subject, images, attack = self.subject, self.subject.clients(), PatchGradient()
-        check_capabilities(attack, gradient_capabilities(subject.model))
-        seen = observe(subject.model, images, subject.labels, attack.parameters)
+        images, attack = self.clients(), PatchGradient()
+        check_capabilities(attack, gradient_capabilities(self.model))
+        seen = observe(self.model, images, self.labels, attack.parameters)
         value = float(psnr(attack(seen), images).min())
         return Check("control", value, CONTROL_PSNR, "PSNR of patch-gradient without it", "≥")
 
@@ -187,12 +169,12 @@ class OnImages(Claims):
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
         """Return the two images."""
-        return {"images": self.subject.clients(neighbour=neighbour)}
+        return {"images": self.clients(neighbour=neighbour)}
 
     def run(self, inputs: Tensors, draws: Draws) -> Feed:
         """Return what the clients feed."""
         own = draws.images if defense_declarations(self.defense).per != "model" else [draws.model]
-        return self.defense(inputs["images"], self.subject.model.patch, own)
+        return self.defense(inputs["images"], self.model.patch, own)
 
     def tensors(self, feed: Feed) -> dict[str, Tensor]:
         """Return the images, their order, and the masks."""
@@ -205,15 +187,15 @@ class OnImages(Claims):
 
     def without_defense(self) -> dict[str, Tensor]:
         """Return what would be fed without the defense."""
-        return self.tensors(Feed.undefended(self.subject.clients(), self.subject.model.patch))
+        return self.tensors(Feed.undefended(self.clients(), self.model.patch))
 
     def problems(self, feed: object) -> Iterator[str]:
         """Yield each deviation from images in [0, 1] and an order that says which slots moved."""
         if type(feed) is not Feed:
             yield f"{type(feed).__name__} instead of Feed"
             return
-        images = self.subject.clients()
-        slots = (len(images), math.prod(self.subject.model.grid))
+        images = self.clients()
+        slots = (len(images), math.prod(self.model.grid))
         wrong = [
             *unlike("images", feed.images, images.shape, images.dtype),
             *unlike("order", feed.order, slots, torch.int64),
@@ -233,7 +215,7 @@ class OnImages(Claims):
         """Yield whether the order is the declared one, and the gradients are those of the defended model."""
         off = self._displacement(feed)
         yield Check("order", off, 0.01, "distance of slots from what order and moved say")
-        found, slopes, norms, _ = self.subject.directional(feed, self.subject.gradients(feed), {})
+        found, slopes, norms, _ = self.directional(feed, self.gradients(feed), {})
         off = largest((found - slopes).abs() / norms)
         yield Check("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
 
@@ -244,17 +226,17 @@ class OnImages(Claims):
         defense has changed their pixels. A defense that moves slots must not change a bit of any patch, except that
         one which says so may permute the values: one that changes pixels as well is two defenses, stacked.
         """
-        subject, patch = self.subject, self.subject.model.patch
-        moved = permute(subject.clients(), feed.order, patch)
+        patch = self.model.patch
+        moved = permute(self.clients(), feed.order, patch)
         if feed.moved.any() and not torch.equal(self._recognisable(feed.images), self._recognisable(moved)):
             return 1.0
-        wheel = _colour_wheel(subject.model.image_shape).repeat(2, 1, 1, 1)
-        fed = self.run({"images": wheel.clone()}, subject.draws())
+        wheel = _colour_wheel(self.model.image_shape).repeat(2, 1, 1, 1)
+        fed = self.run({"images": wheel.clone()}, self.draws())
         return _worse_than_best(self._recognisable(fed.images), self._recognisable(wheel), fed.order, patch)
 
     def _recognisable(self, images: Tensor) -> Tensor:
         """Return images as they are, or with each patch's values in ascending order if the defense permutes them."""
-        model = self.subject.model
+        model = self.model
         if not effects_of(model, (self.defense,)).values:
             return images
         return unpatchify(patchify(images, model.patch).sort(-1).values, model.image_shape)
@@ -271,7 +253,7 @@ class OnFeatures(Claims):
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
         """Return the embedded tokens of the two images."""
         with torch.no_grad():
-            return {"tokens": self.subject.model.embed(self.subject.clients(neighbour=neighbour))}
+            return {"tokens": self.model.embed(self.clients(neighbour=neighbour))}
 
     def run(self, inputs: Tensors, draws: Draws) -> Sent:
         """Return what the clients send."""
@@ -296,7 +278,7 @@ class OnFeatures(Claims):
         if type(sent) is not Sent:
             yield f"{type(sent).__name__} instead of Sent"
             return
-        tokens, prefix = self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens
+        tokens, prefix = self.inputs()["tokens"], self.model.vit.num_prefix_tokens
         wrong = [
             *unlike("features", sent.features, tokens.shape, tokens.dtype),
             *unlike("source", sent.source, tokens.shape[:2], torch.int64),
@@ -332,8 +314,8 @@ class OnFeatures(Claims):
 
     def control(self) -> Check:
         """Return what leaks without the defense; images in the span of the embedding leak completely."""
-        model = self.subject.model
-        images = _span_of(model, self.subject.clients())
+        model = self.model
+        images = _span_of(model, self.clients())
         with torch.no_grad():
             sent = self._plain(model.embed(images))
         seen = observe_features(model, sent, Stack(()), images[:0])
@@ -341,7 +323,7 @@ class OnFeatures(Claims):
         return Check("control", value, CONTROL_PSNR, "PSNR of least-squares without it, as far as W carries", "≥")
 
     def _plain(self, tokens: Float[Tensor, "b t d"]) -> Sent:
-        return Sent.plain(tokens, self.subject.model.vit.num_prefix_tokens)
+        return Sent.plain(tokens, self.model.vit.num_prefix_tokens)
 
     def _off_differences(self, tokens: Float[Tensor, "b t d"]) -> float:
         """Return the error of the derivative through the release against finite differences, in random directions."""
@@ -349,7 +331,7 @@ class OnFeatures(Claims):
         with torch.enable_grad():
             loss = self._loss(z * 1)  # a copy, which the defense may change in place
         g = torch.autograd.grad(loss, z)[0] if loss.requires_grad else torch.zeros_like(z)
-        worst, draw = 0.0, torch.Generator().manual_seed(self.subject.seed)
+        worst, draw = 0.0, torch.Generator().manual_seed(self.seed)
         for _ in range(8):
             v = torch.randn(z.shape, generator=draw, dtype=z.dtype)
             with torch.no_grad():
@@ -359,10 +341,21 @@ class OnFeatures(Claims):
 
     def _loss(self, tokens: Float[Tensor, "b t d"]) -> Tensor:
         """Return the client's loss on what the server returns; the server's weights are encrypted by the column key."""
-        model, sent = self.subject.model, self.run({"tokens": tokens}, self.subject.draws())
+        model, sent = self.model, self.run({"tokens": tokens}, self.draws())
         plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
         logits = model.head(plain.restore(model.backbone(plain.features)))
-        return F.cross_entropy(logits, self.subject.labels, reduction="sum")
+        return F.cross_entropy(logits, self.labels, reduction="sum")
+
+
+@torch.no_grad()
+def _slope(θ: Tensor, v: Tensor, loss: Callable[[], Tensor]) -> Float[Tensor, " b"]:
+    """Return the central difference of the losses in the direction v of θ, whose value is restored."""
+    before, values = θ.detach().clone(), []
+    for sign in (1, -1):
+        θ.copy_(before + sign * STEP * v)
+        values.append(loss())
+    θ.copy_(before)
+    return (values[0] - values[1]) / (2 * STEP)
 
 
 def largest(errors: Tensor) -> float:
@@ -370,7 +363,7 @@ def largest(errors: Tensor) -> float:
     return float(errors.nan_to_num(math.inf).max())
 
 
-def apart(a: Tensors, b: Tensors) -> float:
+def largest_difference(a: Tensors, b: Tensors) -> float:
     """Return the largest difference of two releases, in each tensor relative to its largest entry."""
     if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
         return math.inf

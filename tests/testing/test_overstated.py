@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.admission import Check
 from privlab.defenses import BinaryWeights, GradientQuantisation
+from privlab.testing import Check
 
 Admit = Callable[..., dict[str, Check]]
 Gradients = Mapping[str, Tensor]

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from privlab.admission import Check
-from privlab.admission.admit import admit
+from privlab.testing import Check, check_defense
 from privlab.victims import VictimModel
 
 
@@ -19,6 +18,6 @@ def tried(
     victim, images = tiny_model(depth=1), photographs(3, 16)
 
     def run(defense: Any, model: VictimModel = victim) -> dict[str, Check]:
-        return {check.name: check for check in admit(defense, model, images)}
+        return {check.name: check for check in check_defense(defense, model, images)}
 
     return run

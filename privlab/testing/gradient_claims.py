@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.admission.claims import LEAST_DIVISOR, NOISE_FACTOR, TOLERANCE, Check, Claims, Tensors, largest, unlike
 from privlab.attacks import PatchGradient
+from privlab.testing.claims import LEAST_DIVISOR, NOISE_FACTOR, TOLERANCE, Check, Claims, Tensors, largest, unlike
 from privlab.threat import Draws, Feed, GradientDefense, defense_declarations
 
 ROUNDING_FACTOR = 3.0
@@ -31,7 +31,7 @@ class OnGradients(Claims):
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
         """Return the inputs of the defense."""
-        return self.subject.gradients(self._fed(neighbour=neighbour))
+        return self.gradients(self._fed(neighbour=neighbour))
 
     def run(self, inputs: Tensors, draws: Draws) -> Any:  # noqa: ANN401
         """Return what the defense makes of these inputs."""
@@ -82,13 +82,13 @@ class OnGradients(Claims):
             # how large these were, the release does not say: what it says of all others is checked
             told = {name: true[name].where(cut[name], g) for name, g in released.items()}
             variance = {name: value.masked_fill(cut[name], 0) for name, value in variance.items()}
-        again = self.run(self.inputs(), self.subject.draws(1))
+        again = self.run(self.inputs(), self.draws(1))
         yield from self._variance(true, told, variance, again)
         off = self._off_in_noise(told, variance)
         yield Check("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
 
     def _fed(self, *, neighbour: bool = False) -> Feed:
-        return Feed.undefended(self.subject.clients(neighbour=neighbour), self.subject.model.patch)
+        return Feed.undefended(self.clients(neighbour=neighbour), self.model.patch)
 
     @staticmethod
     def _at_bound(true: Tensors, released: Tensors, cut: Tensors) -> Check:
@@ -139,7 +139,7 @@ class OnGradients(Claims):
         The gradient of each image may have a scale of its own, as clipping leaves it: the best one counts. An error of
         an eighth of the `TOLERANCE` counts as one standard deviation.
         """
-        found, slopes, norms, σ = self.subject.directional(self._fed(), released, variance)
+        found, slopes, norms, σ = self.directional(self._fed(), released, variance)
         σ = (σ.square() + (TOLERANCE / 8 * norms).square()).sqrt()
         above, below = (found * slopes / σ.square()).sum(0), (slopes / σ).square().sum(0)
         fitted = (above / below.clamp(min=LEAST_DIVISOR)).clamp(min=0)

@@ -1,31 +1,41 @@
-"""The admission test of an attack or a metric: what it lacks, before a run finds it."""
+"""Checks of an attack or a metric: what it lacks, before a run finds it."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from privlab.admission.admit import admit, photographs, quiet, same_random_state, small_victim
-from privlab.admission.claims import Check
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import BlockScrambling, Blur, CutMix, GradientNoise, RowPermutation, Undefended, defenses
-from privlab.evaluation import attack_batch, unread
+from privlab.evaluation import Batch, Clients, ObservationChanged, attack_batch, completed, unchanged, unread
+from privlab.evaluation.batch import Seen
+from privlab.images import NamedImage
 from privlab.metrics import METRICS, Metric
-from privlab.release import observe, observe_features, observe_updates, released_parameters, send
+from privlab.release import released_parameters
+from privlab.testing.claims import Check
+from privlab.testing.defenses import (
+    check_defense,
+    error_line,
+    photographs,
+    quiet,
+    same_random_state,
+    small_victim,
+)
 from privlab.threat import (
     AttackDeclarations,
     Capability,
     Client,
-    ClientData,
-    Draws,
     FeatureObservation,
+    Features,
+    Gradient,
     GradientDefense,
-    Observation,
+    Release,
     Stack,
+    Update,
     attack_declarations,
 )
 from privlab.victims import VictimModel
@@ -34,10 +44,8 @@ from privlab.victims.model import april_twin
 RANK = 40
 """The width of adapters in which a release is tried: above twice the tokens of the small victim."""
 
-Seen = Observation | FeatureObservation
 
-
-def admit_any(
+def check_any(
     name: str,
     options: Sequence[str] = (),
     *,
@@ -45,7 +53,7 @@ def admit_any(
     seed: int = 0,
     **victim: Any,  # noqa: ANN401
 ) -> tuple[Check, ...]:
-    """Admit a defense, an attack or a metric by its name; where a name is of two, it is the first of these.
+    """Check a defense, an attack or a metric by its name; where a name is of two, it is the first of these.
 
     Args:
         name: of the defense, attack or metric; no stack of defenses with "+".
@@ -55,33 +63,30 @@ def admit_any(
         **victim: `model`, `weights`, `img_size` and `depth`, as `small_victim` takes them.
 
     Raises:
-        PrivlabError: for an unknown name, an option of something else, and as the admission of each.
+        PrivlabError: for an unknown name, an option of something else, and as the check of each.
     """
     if "+" in name:
         raise PrivlabError(f"Defenses are admitted one at a time. Found '{name}'.")
     check_name("defense, attack or metric", name, [*defenses(), *attacks(), *METRICS])
-    kind = defenses().get(name)
+    kind: Any = defenses().get(name)
     if gamma is not None and (kind is None or "gamma" not in {field.name for field in fields(kind)}):
         raise PrivlabError(f"--gamma is for jigsaw and mjp. Found {gamma} for {name}: leave it out.")
     if kind is not None:
         read_options(options, [kind])
         defense = configure(kind, options, {} if gamma is None else {"gamma": gamma})
-        return admit(defense, small_victim(**victim, seed=seed), seed=seed)
-    if name in attacks():
-        return admit_attack(name, options, seed=seed, **victim)
+        return check_defense(defense, small_victim(**victim, seed=seed), seed=seed)
+    if (kind := attacks().get(name)) is not None:
+        if problems := list(_missing_declarations(name, kind)):
+            return (_declared(problems),)
+        read_options(options, [kind])
+        return check_attack(configure(kind, options), seed=seed, **victim)
     if options:
         raise PrivlabError(f"Metrics take no options. Found '{options[0]}' for {name}: leave it out.")
-    return admit_metric(METRICS[name])
+    return check_metric(METRICS[name])
 
 
-def admit_attack(
-    name: str,
-    options: Sequence[str] = (),
-    *,
-    seed: int = 0,
-    **victim: Any,  # noqa: ANN401
-) -> tuple[Check, ...]:
-    """Try an installed attack on a small victim, as a run would.
+def check_attack(attack: Any, *, seed: int = 0, **victim: Any) -> tuple[Check, ...]:  # noqa: ANN401
+    """Try an attack on a small victim, as a run would.
 
     `declared`: its name, paper, capabilities, parameters and what else it declares are there, and of their types.
     `granted`: some release of the victim grants what it requires: plain gradients, those behind a defense that it
@@ -90,28 +95,27 @@ def admit_attack(
     check what stands on it is left out.
 
     Args:
-        name: of the attack.
-        options: of it, KEY=VALUE, as `--set` takes them.
+        attack: an instance; what its class does not declare has a default.
         seed: of the weights and of the release's draws.
-        **victim: as in `admit_any`.
+        **victim: as in `check_any`.
 
     Raises:
-        PrivlabError: for an unknown name or option, or a victim that cannot be made.
+        PrivlabError: if it is no instance of a dataclass, or the victim cannot be made.
     """
-    check_name("attack", name, attacks())
-    kind = attacks()[name]
-    problems = list(_missing_declarations(name, kind))
-    declared = Check("declared", float(len(problems)), 0.0, "; ".join(problems[:3]) or "faults of what it says")
-    if problems:
+    attack = completed(attack, "attack")
+    declared = _declared(list(_missing_declarations(attack.name, type(attack))))
+    if not declared.passed:
         return (declared,)
-    read_options(options, [kind])
-    attack = configure(kind, options)
     model = small_victim(**victim, seed=seed)
     with same_random_state(), quiet():
         return (declared, *_try_attack(attack, model, seed))
 
 
-def admit_metric(metric: Metric) -> tuple[Check, ...]:
+def _declared(problems: Sequence[str]) -> Check:
+    return Check("declared", float(len(problems)), 0.0, "; ".join(problems[:3]) or "faults of what it says")
+
+
+def check_metric(metric: Metric) -> tuple[Check, ...]:
     """Try a metric on photographs: each beside itself, beside another, and beside noise.
 
     `returns`: one real value per image. `range`: all are within the range that it states. `direction`: an image beside
@@ -183,54 +187,38 @@ def _filter_for(attack: Any) -> GradientDefense:  # noqa: ANN401
 
 def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterator[Seen]:
     """Yield each observation on which an attack may be tried; it is made when it is asked for."""
-    images, public = photographs(victim)[:2].to(victim.mean), photographs(victim)[2:].to(victim.mean)
-    labels = torch.arange(2) % victim.vit.num_classes
+    shown, labels = photographs(victim).to(victim.mean), torch.arange(2) % victim.vit.num_classes
+    batch = Batch([NamedImage(f"image-{i}", str(i), None) for i in range(2)], shown[:2], labels, "")
 
-    def draw(number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(seed + number)
+    def seen(release: Release, *defense: Any, model: VictimModel = victim) -> Seen:  # noqa: ANN401
+        clients = Clients(release, Stack(defense), seed, 0, "")
+        trial = clients.trial(model, batch, "c")
+        return clients.observe(model, trial, public=shown[2:])
 
-    def gradients(model: VictimModel, *defense: Any) -> Observation:  # noqa: ANN401
-        read = sorted(released_parameters(model))
-        return observe(model, images, labels, read, defense, [draw(0), draw(1)], public=public)
-
-    def features(defense: Any) -> FeatureObservation:  # noqa: ANN401
-        stack, draws = Stack((defense,)), Draws([draw(0), draw(1)], draw(2), draw(3))
-        feed = stack.feed(images, victim.patch, draws.images, key=draws.model)
-        return observe_features(victim, send(victim, feed, stack, draws), stack, public)
-
-    yield gradients(victim)
-    yield gradients(april_twin(victim))
-    yield gradients(victim, noisy)
+    yield seen(Gradient())
+    yield seen(Gradient(), model=april_twin(victim))
+    yield seen(Gradient(), noisy)
     for client in (Client(), Client("adamw"), Client(trains="adapters", rank=RANK), Client(clients=2, steps=2)):
-        one_by_one = zip(images.split(1), labels.split(1), (draw(0), draw(1)), strict=True)
-        yield observe_updates(victim, client, [ClientData(*each) for each in one_by_one])
+        yield seen(Update(client))
     for defense in (Undefended(), RowPermutation(), Blur(sigma=1.0), CutMix()):
-        yield features(defense)
-    scrambling = Stack((BlockScrambling(),))
-    encrypted = scrambling.feed(images, victim.patch, [draw(0), draw(1)], key=draw(3))
-    yield observe(victim, encrypted, labels, sorted(released_parameters(victim)), scrambling.parts)
+        yield seen(Features(), defense)
+    yield seen(Gradient(), BlockScrambling())
 
 
 def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
-    before = {name: value.clone() for name, value in _tensors_of(seen).items()}
     try:
-        images = attack_batch(attack, seen).images
+        with unchanged(seen):
+            images = attack_batch(attack, seen).images
+    except ObservationChanged as error:
+        yield Check("untouched", 1.0, 0.0, str(error))
+        return
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        yield Check("returns", 1.0, 0.0, what)
+        yield Check("returns", 1.0, 0.0, error_line(error))
         return
     yield Check("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
-    changed = [name for name, value in _tensors_of(seen).items() if not torch.equal(value, before[name])]
-    yield Check.none("untouched", changed, "tensors of the victim and the release that it changed")
-    if not changed:
-        apart = float((attack_batch(attack, seen).images - images).abs().max())
-        yield Check("same-seen", apart, 0.0, "largest difference of two reconstructions from one observation")
-
-
-def _tensors_of(seen: Seen) -> Mapping[str, Tensor]:
-    """Return every tensor that an attack is given."""
-    released = {"features": seen.features} if isinstance(seen, FeatureObservation) else dict(seen.gradients)
-    return {f"weights of {name}": value for name, value in seen.model.state_dict().items()} | released
+    yield Check("untouched", 0.0, 0.0, "tensors of the victim and the release that it changed")
+    difference = float((attack_batch(attack, seen).images - images).abs().max())
+    yield Check("same-seen", difference, 0.0, "largest difference of two reconstructions from one observation")
 
 
 def _check_metric(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Check]:
@@ -241,8 +229,7 @@ def _check_metric(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) 
     try:
         values = function(x, y)
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise PrivlabError(f"Metric '{metric.name}' does not run: {what}") from error
+        raise PrivlabError(f"Metric '{metric.name}' does not run: {error_line(error)}") from error
     fine = isinstance(values, Tensor) and values.shape == (len(x),) and values.is_floating_point()
     found = f"{tuple(values.shape)} of {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
     yield Check("returns", float(not fine), 0.0, f"faults; real values of shape ({len(x)},), found {found}")

@@ -1,4 +1,4 @@
-"""The admission test of a defense on a small victim: whether its release is what it declares and nothing else."""
+"""Checks of a defense on a small victim: whether its release is what it declares and nothing else."""
 
 import copy
 import math
@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.admission.claims import Check, OnFeatures, OnImages, TwoClients, apart
-from privlab.admission.gradient_claims import OnGradients
 from privlab.base import PrivlabError, PrivlabWarning, full_precision
+from privlab.evaluation import completed
 from privlab.images import Preprocessing, open_images
 from privlab.release import AnyDefense
+from privlab.testing.claims import Check, OnFeatures, OnImages, largest_difference
+from privlab.testing.gradient_claims import OnGradients
 from privlab.threat import FeatureDefense, GradientDefense, defense_declarations
 from privlab.victims import VictimModel, victim
 
@@ -30,8 +31,8 @@ MOST_CHANGE = 1e-9
 """The largest change by rounding of a client's own release when the batch changes, relative to its size."""
 
 
-def admit(
-    defense: AnyDefense,
+def check_defense(
+    defense: Any,  # noqa: ANN401
     model: VictimModel | None = None,
     images: Float[Tensor, "n c h w"] | None = None,
     *,
@@ -54,30 +55,40 @@ def admit(
     - `control`: without the defense, the image leaks.
 
     Args:
-        defense: a defense on images, features or gradients.
+        defense: an instance: a defense on images, features or gradients; what its class does not declare has a default.
         model: the victim, copied in float64; by default two blocks of a random ViT-Ti at 64 pixels, with E_unk.
         images: three images in [0, 1]: those of two clients, and one that takes the second's place; by default
             photographs.
         seed: seed of the draws and of the directions of finite differences.
 
     Raises:
-        PrivlabError: if the defense cannot be run, or the victim is one that it, or the control, does not fit.
+        PrivlabError: if it is no instance of a dataclass or cannot be run, or the victim is one that it, or the
+            control, does not fit.
     """
+    defense = completed(defense, "defense")
     model = small_victim() if model is None else model
     images = photographs(model) if images is None else images
     if images.shape != (3, *model.image_shape):
         expected = (3, *model.image_shape)
-        raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
-    case = case_of(defense, TwoClients(copy.deepcopy(model).double(), images.detach().cpu().double(), seed))
+        raise PrivlabError(f"The check takes three images, of shape {expected}. Found {tuple(images.shape)}.")
+    case = case_of(defense, model, images, seed)
     with same_random_state(), full_precision(), quiet():
         return tuple(_checks(case, model))
 
 
-def case_of(defense: AnyDefense, subject: TwoClients) -> Case:
-    """Return a defense with the two clients that it is tried on."""
+def case_of(defense: AnyDefense, model: VictimModel, images: Float[Tensor, "3 c h w"], seed: int = 0) -> Case:
+    """Return a defense with the two clients that it is tried on, in float64.
+
+    Args:
+        defense: the defense.
+        model: the victim, which is copied.
+        images: those of two clients, and one that takes the second's place.
+        seed: seed of the draws and of the directions of finite differences.
+    """
+    given = (copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
     if isinstance(defense, GradientDefense):
-        return OnGradients(defense, subject)
-    return OnFeatures(defense, subject) if isinstance(defense, FeatureDefense) else OnImages(defense, subject)
+        return OnGradients(defense, *given)
+    return OnFeatures(defense, *given) if isinstance(defense, FeatureDefense) else OnImages(defense, *given)
 
 
 def small_victim(
@@ -107,12 +118,12 @@ def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
 
 def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
     """Yield every check of a defense; those that need the form of the release are left out if the form is wrong."""
-    subject, inputs = case.subject, case.inputs()
+    inputs = case.inputs()
     given = {name: value.clone() for name, value in inputs.items()}
     weights = {name: value.clone() for name, value in own.state_dict().items()}
     states = _random_states()
     with _running(case):
-        release: Any = case.run(given, subject.draws())
+        release: Any = case.run(given, case.draws())
     drawn = [name for name, state in _random_states().items() if state != states[name]]
     changed = [*_changed_tensors(inputs, given), *_changed_tensors(weights, own.state_dict())]
     with _running(case):
@@ -138,7 +149,7 @@ def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
     made, plain = case.tensors(release), case.without_defense()
     added = [value for name, value in made.items() if name not in plain]
     kept = {name: value for name, value in made.items() if name in plain}
-    value = max([apart(kept, plain), *(float(value.any()) for value in added)])
+    value = max([largest_difference(kept, plain), *(float(value.any()) for value in added)])
     nothing = "nothing was changed: with these options the defense does nothing here"
     return Check("effect", value, 0.0, "change of the release by the defense" if value else nothing, "≥")
 
@@ -149,19 +160,19 @@ def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
     np.random.seed(1)
     random.seed(1)
     with _running(case):
-        again: Any = case.run(case.inputs(), case.subject.draws())
-    value = apart(case.tensors(release), case.tensors(again))
+        again: Any = case.run(case.inputs(), case.draws())
+    value = largest_difference(case.tensors(release), case.tensors(again))
     return Check("same-draw", value, 0.0, "largest difference of two releases with the same draw")
 
 
 def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     """Return the change of the first client's release when the image and the draw of the second change."""
     with _running(case):
-        other: Any = case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True))
+        other: Any = case.run(case.inputs(neighbour=True), case.draws(neighbour=True))
     limit, text = MOST_CHANGE, "change of one's own release with another image in the batch"
     if defense_declarations(case.defense).mixes:
         limit, text = math.inf, "change of one's own release; it mixes images, as it says"
-    return Check("neighbours", apart(case.own(release), case.own(other)), limit, text)
+    return Check("neighbours", largest_difference(case.own(release), case.own(other)), limit, text)
 
 
 def _changed_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
@@ -182,8 +193,12 @@ def _running(case: Case) -> Iterator[None]:
     except PrivlabError:
         raise
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise PrivlabError(f"Defense '{case.defense.name}' does not run: {what}") from error
+        raise PrivlabError(f"Defense '{case.defense.name}' does not run: {error_line(error)}") from error
+
+
+def error_line(error: Exception) -> str:
+    """Return an error of somebody else's code in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _random_states() -> dict[str, object]:

@@ -1,6 +1,12 @@
-"""What clients release: the gradient of the loss of one image, or of the mean loss of a batch, by parameter name."""
+"""What clients release, and what the adversary sees of it: gradients of single images or batches, and features.
 
+The gradient is that of the loss of one image, or of the mean loss of a batch, by parameter name. Features are what a
+client of split learning sends.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -8,9 +14,20 @@ from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, first, full_precision
+from privlab.patches import restore_features
 from privlab.release.checked import Images, Labels, images_for, labels_for, model_of
 from privlab.release.effects import AnyDefense, effects_of
-from privlab.threat import Capability, Feed, GradientDefense, Observation, defense_declarations
+from privlab.threat import (
+    Capability,
+    Draws,
+    FeatureObservation,
+    Feed,
+    GradientDefense,
+    Observation,
+    Sent,
+    Stack,
+    defense_declarations,
+)
 from privlab.victims import (
     AprilBlock,
     Victim,
@@ -20,6 +37,16 @@ from privlab.victims import (
     released_parameters,
     why_no_plain_block,
 )
+
+_MOST_ENTRIES = 2**26  # the most gradient entries that are held in memory at once while a defense acts on them
+
+_MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+
+FILTERED_PIXELS = 64 * 64
+"""The most pixels of an image that grant `filtered_images` and `mixed_images`.
+
+A filter's matrix has as many rows, and 128 MiB then; and there are 516,066 rectangles in as many pixels.
+"""
 
 
 def observe(
@@ -59,17 +86,14 @@ def observe(
     labels = labels_for(model, labels, len(feed.images))
     public = None if public is None else images_for(model, public, "public images")
     grants = gradient_capabilities(model, defense, images_per_release, public=0 if public is None else len(public))
-    on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
+    stack = Stack(tuple(defense))
     with full_precision():
-        if on_gradients:
+        if stack.on_gradients:
             names = released_names(parameters, defense)
-            gradients = _defend(model, feed, labels, names, on_gradients, draws, images_per_release)
+            gradients = _defend(model, feed, labels, names, stack, draws, images_per_release)
         else:
             gradients = released_gradients(model, feed, labels, parameters, images_per_release)
     return Observation(model, gradients, grants, tuple(defense), images_per_release, public=public)
-
-
-_MOST_ENTRIES = 2**26  # the most gradient entries that are held in memory at once while a defense acts on them
 
 
 def _defend(
@@ -77,7 +101,7 @@ def _defend(
     feed: Feed,
     labels: Int[Tensor, " b"],
     names: Sequence[str],
-    defense: Sequence[GradientDefense],
+    defense: Stack,
     draws: Sequence[Generator],
     images_per_release: int,
 ) -> dict[str, Float[Tensor, "r ..."]]:
@@ -89,10 +113,9 @@ def _defend(
     for start in range(0, len(labels), max(r * B, 1)):
         rows = slice(start, start + r * B)
         gradients = released_gradients(model, feed.take(rows), labels[rows], sorted(released), B)
-        for part in defense:
-            gradients = part.release(gradients, draws[start // B : start // B + r])
+        left = defense.release(gradients, draws[start // B : start // B + r])
         for name, chunks in kept.items():
-            chunks.append(gradients[name])
+            chunks.append(left[name])
     return {name: torch.cat(chunks) for name, chunks in kept.items()}
 
 
@@ -155,9 +178,6 @@ def released_names(names: Iterable[str], defense: Sequence[AnyDefense]) -> list[
     return left
 
 
-_MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
-
-
 def obstacles(model: VictimModel) -> dict[Capability, str]:
     """Return why a model lacks a capability that its kind has, where the capability's own text does not tell."""
     found: dict[Capability, str] = {}
@@ -170,3 +190,89 @@ def obstacles(model: VictimModel) -> dict[Capability, str]:
     if model.vit.pos_embed is None:
         found[Capability.LEARNABLE_PE_GRADIENT] = "this model adds no position embedding to its tokens"
     return found
+
+
+def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws, cut_layer: int = 0) -> Sent:
+    """Return what the client sends: z_ℓ, the tokens after its ℓ blocks, after the defenses that act on features.
+
+    z_ℓ = B_ℓ(… B₁(F₁(x̃))), with the embedding F₁ and the model's blocks B₁, B₂, …; z₀ = F₁(x̃).
+
+    Args:
+        model: the public base, of which the client runs the embedding and the first ℓ blocks.
+        feed: x̃, the images after the defenses that act on images, with their masked position embeddings.
+        stack: the client's defenses; those on images have acted already and are passed over.
+        draws: the client's secret generators: one for each of the b images, one for the batch, one for the model.
+        cut_layer: ℓ, the number of blocks that the client holds, in 0 … depth.
+
+    Raises:
+        PrivlabError: if a defense acts on gradients, or E_unk is asked for and the model has none.
+    """
+    with torch.no_grad(), full_precision():
+        tokens = model.client_blocks(model.embed(feed.images, feed.masked_pe, feed.replacement), cut_layer)
+        return stack.send(tokens, model.vit.num_prefix_tokens, draws)
+
+
+def observe_features(
+    model: VictimModel, sent: Sent, stack: Stack, public: Float[Tensor, "m c h w"], cut_layer: int = 0
+) -> FeatureObservation:
+    """Return what the server sees of a batch, given the public base and images of its own.
+
+    Args:
+        model: the public base.
+        sent: what the client sent; the server sees its features alone, b × t × d.
+        stack: the client's defenses, whose algorithms and parameters are public.
+        public: images of the server's own, in [0, 1], as large as the model's input; there may be none (m = 0).
+        cut_layer: ℓ, the number of blocks that the client holds, in 0 … depth.
+
+    Raises:
+        PrivlabError: if a defense that declares no effects does not run.
+    """
+    grants = feature_capabilities(model, len(public), stack.parts, cut_layer)
+    return FeatureObservation(model, sent.features, stack.parts, public, grants, cut_layer)
+
+
+def feature_capabilities(
+    model: VictimModel, public: int, defense: Sequence[AnyDefense] = (), cut_layer: int = 0
+) -> frozenset[Capability]:
+    """Return the capabilities of a server of split learning that knows the model and the defense.
+
+    Args:
+        model: the public base; its position embeddings and its class token grant capabilities where it has them.
+        public: the number of images of the server's own; they grant `auxiliary_images` from one on.
+        defense: the client's defenses; unless they mix the rows of several images, `own_rows` is granted.
+        cut_layer: ℓ, the number of blocks that the client holds; only without any is `embedded_rows` granted.
+
+    Raises:
+        PrivlabError: if a defense that declares no effects does not run.
+    """
+    done, stack = effects_of(model, defense), Stack(tuple(defense))
+    few_pixels = math.prod(model.image_shape[1:]) <= FILTERED_PIXELS
+    granted = {
+        Capability.KNOWS_WEIGHTS: True,
+        Capability.RELEASED_FEATURES: True,
+        Capability.KNOWS_DEFENSE: True,
+        Capability.QUERIES: True,
+        Capability.EMBEDDED_ROWS: cut_layer == 0,
+        Capability.AUXILIARY_IMAGES: public > 0,
+        Capability.OWN_ROWS: done.rows != "mixed",
+        Capability.FILTERED_IMAGES: done.other and stack.changes_images and few_pixels,
+        Capability.MIXED_IMAGES: stack.mixes_images and few_pixels,
+        Capability.POSITION_EMBEDDINGS: model.vit.pos_embed is not None,
+        Capability.CLASS_TOKEN: model.vit.cls_token is not None,
+    }
+    return frozenset(capability for capability, holds in granted.items() if holds)
+
+
+def predictions(model: VictimModel, sent: Sent, cut_layer: int = 0) -> Float[Tensor, "b y"]:
+    """Return the logits that the client gets: F₂ of what T makes of the sent features, put back in order (Eq. 2 and 5).
+
+    The server's keyed weights make T(Z) P_C of Z P_C (Theorem 4.4), so T is run on the features without P_C.
+
+    Args:
+        model: the public base; T is its blocks behind the first ℓ.
+        sent: what the client sent, with the orders that it keeps secret.
+        cut_layer: ℓ, the number of blocks that the client holds, in 0 … depth.
+    """
+    with torch.no_grad(), full_precision():
+        plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
+        return model.head(plain.restore(model.backbone(plain.features, cut_layer)))

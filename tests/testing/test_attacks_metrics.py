@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from privlab.admission import admit_any, admit_metric
 from privlab.attacks import ATTACKS, PatchGradient
 from privlab.base import PrivlabError
 from privlab.metrics import METRICS, Metric
+from privlab.testing import check_any, check_attack, check_metric
 from privlab.threat import Observation
 
 OF_ATTACKS = ["declared", "granted", "returns", "untouched", "same-seen"]
@@ -20,7 +20,7 @@ OF_METRICS = ["returns", "range", "direction", "alone", "untouched"]
 
 def failed(name: str) -> list[str]:
     """Return the checks that fail."""
-    return [check.name for check in admit_any(name) if not check.passed]
+    return [check.name for check in check_any(name) if not check.passed]
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def failed(name: str) -> list[str]:
     "name", ["patch-gradient", "patch-update", "april", "patch-gradient-adaptive", "row-alignment", "block-key"]
 )
 def test_ours_pass(name: str) -> None:
-    checks = admit_any(name)
+    checks = check_any(name)
     assert [check.name for check in checks] == OF_ATTACKS
     assert all(check.passed for check in checks)
 
@@ -117,6 +117,24 @@ def test_what_an_attack_gets_wrong_fails_its_check(
     assert failed("odd") == [check]
 
 
+@dataclass(frozen=True)
+class Undeclared:
+    """An attack of one's own, which declares nothing."""
+
+    level: float = 0.5
+
+    def __call__(self, seen: Observation) -> Tensor:
+        """Return grey images."""
+        return torch.full((len(seen.gradients["pos_embed"]), *seen.model.image_shape), self.level)
+
+
+def test_an_instance_is_checked_whose_class_is_not_installed() -> None:
+    assert [(check.name, check.passed) for check in check_attack(Undeclared())] == [(name, True) for name in OF_ATTACKS]
+    assert [check.name for check in check_attack(Undeclared(level=2.0)) if not check.passed] == ["returns"]
+    with pytest.raises(PrivlabError, match="Found the class Undeclared"):
+        check_attack(Undeclared)
+
+
 def test_an_attack_that_writes_into_the_release_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTACKS, "odd", _Writing)
     assert failed("odd") == ["untouched"]
@@ -125,7 +143,7 @@ def test_an_attack_that_writes_into_the_release_is_seen(monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.function is not None])
 def test_our_metrics_pass(name: str) -> None:
-    checks = admit_any(name)
+    checks = check_any(name)
     assert [check.name for check in checks] == OF_METRICS
     assert all(check.passed for check in checks)
 
@@ -158,21 +176,21 @@ FAIR = Metric("error", error, "lower leaks", (0.0, 1.0), 4, "mean absolute error
     ],
 )
 def test_what_a_metric_gets_wrong_fails_its_check(metric: Metric, checks: list[str]) -> None:
-    assert set(checks) <= {check.name for check in admit_metric(metric) if not check.passed}
-    assert bool(checks) == any(not check.passed for check in admit_metric(metric))
+    assert set(checks) <= {check.name for check in check_metric(metric) if not check.passed}
+    assert bool(checks) == any(not check.passed for check in check_metric(metric))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: admit_any("patch-gradien"),
+            lambda: check_any("patch-gradien"),
             "Unknown defense, attack or metric 'patch-gradien'. Did",
         ),
-        (lambda: admit_any("psnr", ["a=1"]), "Metrics take no options. Found 'a=1' for psnr"),
-        (lambda: admit_any("april", gamma=0.3), "--gamma is for jigsaw and mjp. Found 0.3 for april"),
-        (lambda: admit_any("lpips_alex"), "Metric 'lpips_alex' needs trained weights"),
-        (lambda: admit_metric(replace(FAIR, function=lambda x, y: x @ y[:, :1, :1])), "Metric 'error' does not run"),
+        (lambda: check_any("psnr", ["a=1"]), "Metrics take no options. Found 'a=1' for psnr"),
+        (lambda: check_any("april", gamma=0.3), "--gamma is for jigsaw and mjp. Found 0.3 for april"),
+        (lambda: check_any("lpips_alex"), "Metric 'lpips_alex' needs trained weights"),
+        (lambda: check_metric(replace(FAIR, function=lambda x, y: x @ y[:, :1, :1])), "Metric 'error' does not run"),
     ],
 )
 def test_what_cannot_be_admitted_is_one_line(call: Callable[[], object], message: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import astuple, fields
 from pathlib import Path
 
 from privlab.base import write_whole
-from privlab.training.plan import TrainingProgress
+from privlab.training import TrainingProgress
 
 
 def append(log: Path, now: TrainingProgress) -> None:
