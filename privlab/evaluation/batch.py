@@ -159,7 +159,9 @@ def labelled(
     named = [replace(image, problem=_problem_of_label(image, classes, multi_label=multi_label)) for image in named]
     fine = [i for i, image in enumerate(named) if image.problem is None]
     usable, wrong = [named[i] for i in fine], [image for image in named if image.problem is not None]
-    return Batch(usable, images[fine], _labels_of(usable, classes).to(images.device), key), [*chunk.failed, *wrong]
+    labels = _labels_of(usable, classes).to(images.device)
+    labels = labels.to(images.dtype) if labels.is_floating_point() else labels
+    return Batch(usable, images[fine], labels, key), [*chunk.failed, *wrong]
 
 
 def _problem_of_label(image: NamedImage, classes: int, *, multi_label: bool) -> str | None:

@@ -15,7 +15,7 @@ from privlab.evaluation.applicable import AttackGroup, applicable
 from privlab.evaluation.records import Rows
 from privlab.evaluation.specification import Specification, defense_of, reassembly_of
 from privlab.images import Data, Preprocessing, open_images
-from privlab.images.datasets import hugging_face, imagenet_classes
+from privlab.images.datasets import imagenet_classes
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.threat import CLIENT_PRESETS
 from privlab.victims import Victim, victim
@@ -95,13 +95,16 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
             labels that the victims do not have.
     """
     wnids = imagenet_classes() if all(base.model.vit.num_classes == 1000 for base in victims) else None
+    images, split = _one_or_all(spec.images), spec.split
+    if isinstance(images, str) and images.startswith("hf:"):
+        images, split = _stream(images, split), None
     source = open_images(
-        _one_or_all(spec.images),
+        images,
         limit=spec.limit,
         every=spec.every,
         offset=spec.offset,
         manifest=spec.manifest,
-        split=spec.split,
+        split=split,
         labels=spec.labels,
         class_to_index=wnids,
         bit_depth=spec.bit_depth,
@@ -112,6 +115,12 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
         source.check_labels(min(classes))
     _check_enough(source, spec)
     return source
+
+
+@lru_cache(maxsize=1)
+def _stream(name: str, split: str | None) -> Data:
+    """Open a data set of the hub; the last one is kept, since each task would read it from its beginning."""
+    return open_images(name, split=split)
 
 
 def _check_enough(source: Data, spec: Specification) -> None:
@@ -175,7 +184,7 @@ def uncached() -> Iterator[None]:
     """Use no victim, metric or public image that an earlier run loaded, since files change, and keep none after."""
 
     def forget() -> None:
-        for kept in (_victim, _public, learned_for, hugging_face):
+        for kept in (_victim, _public, learned_for, _stream):
             kept.cache_clear()
 
     forget()

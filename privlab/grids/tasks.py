@@ -66,18 +66,6 @@ class Options:
             raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {number}/{count}.")
 
 
-@dataclass(frozen=True)
-class Reference(NamedImage):
-    """An image that has not been read, with its place in its source; its label is None where a prediction stands in."""
-
-    place: int = 0
-
-    @property
-    def key(self) -> str:
-        """Return the hash of the image, or its name where it could not be read."""
-        return self.sha256 or self.name
-
-
 @dataclass(frozen=True, eq=False)
 class Task:
     """Images of one specification of a case, with the key of the cell of each attack and control that they lack.
@@ -92,7 +80,7 @@ class Task:
     case: int
     spec: Specification
     settings: tuple[str, ...]
-    images: tuple[Reference, ...]
+    images: tuple[NamedImage, ...]
     cells: Mapping[str, str]
     metrics: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -153,12 +141,11 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
     return [*found.values()]
 
 
-def references(source: Data) -> list[Reference]:
-    """Return the images of a source, each content once; files are hashed whole and not decoded."""
-    found: dict[str, Reference] = {}
-    for place, image in enumerate(source.without_pixels()):
-        reference = Reference(**vars(image), place=place)
-        found[reference.key] = found.pop(reference.key, reference)  # the first one, where the last one stands
+def references(source: Data) -> list[NamedImage]:
+    """Return the images of a source without pixels, each content once; files are hashed whole and not decoded."""
+    found: dict[str, NamedImage] = {}
+    for image in source.without_pixels():
+        found[image.key] = found.pop(image.key, image)  # the first one, where the last one stands
     return [*found.values()]
 
 
@@ -220,7 +207,7 @@ def _batches(task: Task, source: Data, device: torch.device) -> Iterator[list[Na
         yield [_planned(source, place, r) for r, place in zip(wanted, there, strict=True)]
 
 
-def _planned(source: Data, place: int | None, reference: Reference) -> NamedImage:
+def _planned(source: Data, place: int | None, reference: NamedImage) -> NamedImage:
     """Return the image that was planned; if it has changed or gone since then, return it as one that failed."""
     gone = NamedImage(reference.name, "", None, problem="The file has gone since the run was planned.")
     try:

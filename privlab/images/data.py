@@ -4,17 +4,19 @@ import pickle
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from PIL import Image
 
 from privlab.base import PrivlabError
 from privlab.images.decode import (
+    LabelOrigin,
     NamedImage,
     damage_of,
     file_hash,
@@ -23,7 +25,7 @@ from privlab.images.decode import (
     one_line,
     read_image,
 )
-from privlab.images.targets import plain_target, problem_of_label, with_target
+from privlab.images.targets import Target, problem_of_label, with_target
 
 IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -44,7 +46,6 @@ class Data:
             TypeError.
         class_names: the name of each label; None where they are not known.
         bit_depth: as `read_image` takes it.
-        container: path of the file that holds all images, where there is one.
         changes: what is applied to each image after it was read, in this order; no change reads the pixels.
         stated: the labels that a user stated, each with the place where; they must be classes of the victim.
     """
@@ -56,7 +57,6 @@ class Data:
     count: int | None
     class_names: tuple[str, ...] | None = None
     bit_depth: int | None = None
-    container: Path | None = field(default=None, repr=False)
     changes: tuple[Callable[[NamedImage], NamedImage], ...] = field(default=(), repr=False)
     stated: Sequence[tuple[str, NamedImage]] = field(default=(), repr=False)
 
@@ -82,6 +82,11 @@ class Data:
         """Return the data with `change` applied to each image; it changes no name, pixels or hash."""
         return replace(self, changes=(*self.changes, change))
 
+    def label(self, targets: Sequence[Target], origin: LabelOrigin) -> "Data":
+        """Return the data with the label of each image, in their order; an image without one keeps its own."""
+        by_name = {self._name(place): target for place, target in zip(self.places, targets, strict=True)}
+        return self.transform(lambda image: with_target(image, by_name[image.name], origin))
+
     def check_labels(self, classes: int) -> None:
         """Check that the labels that a user stated are those of a victim with so many classes.
 
@@ -97,18 +102,23 @@ class Data:
         if self.files is None:
             yield from (replace(image, pixels=None) for image in self)
             return
-        for name, path in zip(self.names or (), self.files, strict=True):
-            yield replace(self._changed(NamedImage(name, "", None)), sha256=file_hash(path))
+        for place, (name, path) in enumerate(zip(self.names or (), self.files, strict=True)):
+            yield replace(self._changed(NamedImage(name, "", None, place=place)), sha256=file_hash(path))
 
     def __getitem__(self, position: int) -> NamedImage:
         place = self.places[position]
-        return self._changed(_read(self.items, place, self._name(place), self.bit_depth))
+        image = _read(self.items, place, self._name(place), self.bit_depth)
+        return self._changed(replace(image, place=position))
 
     def __iter__(self) -> Iterator[NamedImage]:
         for position in range(len(self.places)):
             try:
                 image = self[position]
             except IndexError:
+                if self.stated:
+                    raise PrivlabError(
+                        f"{self.description} ended after {position} images; labels were stated for {len(self.places)}."
+                    ) from None
                 return
             yield image
 
@@ -129,7 +139,7 @@ class Data:
 class Spool:
     """The items of a stream, each read once and kept in a temporary file: it then has a place, as in a list.
 
-    Only the item that is asked for is in memory. A spool cannot be pickled: other processes do not have the stream.
+    Only the item that is asked for is in memory.
 
     Args:
         begin: begins the stream; it is called again after an error, and what was read is skipped.
@@ -138,8 +148,9 @@ class Spool:
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         """Read nothing yet."""
         self._begin, self._rest, self._starts = begin, None, list[int]()
-        self._file = tempfile.NamedTemporaryFile(prefix="privlab-")  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(prefix="privlab-")  # noqa: SIM115
         self._lock = threading.Lock()
+        weakref.finalize(self, self._file.close)
 
     def __getitem__(self, place: int) -> Any:  # noqa: ANN401
         with self._lock:
@@ -147,6 +158,9 @@ class Spool:
                 self._read_on()
             self._file.seek(self._starts[place])
             return pickle.load(self._file)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a stream, which other processes do not have")
 
     def _read_on(self) -> None:
         if self._rest is None:
@@ -163,7 +177,7 @@ class Spool:
             self._file.write(item)
             self._file.flush()
         except OSError as error:
-            raise PrivlabError(f"A stream of images is kept in '{self._file.name}': {one_line(error)}.") from error
+            raise PrivlabError(f"A stream of images is kept in {tempfile.gettempdir()}: {one_line(error)}.") from error
         self._starts.append(start)
 
 
@@ -205,8 +219,8 @@ def _read(items: Any, place: int, name: str, bit_depth: int | None) -> NamedImag
     except Exception as error:  # each data set raises its own errors
         if isinstance(items, Spool):  # the stream has ended, or broke
             raise
-        return image_of(error, name)
-    return with_target(image_of(image, name, bit_depth), plain_target(target))
+        image, target = error, None
+    return with_target(image_of(image, name, bit_depth), target)
 
 
 def image_of(value: Any, name: str, bit_depth: int | None = None) -> NamedImage:  # noqa: ANN401

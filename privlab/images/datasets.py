@@ -6,7 +6,7 @@ import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,8 @@ def _construct(cls: type, arguments: Mapping[str, Any], downloads: bool) -> Any:
         return cls(**arguments, download=True)
 
 
-@lru_cache(maxsize=1)
 def hugging_face(name: str, split: str | None = None) -> Data:
-    """Open a dataset of the Hugging Face hub, or of a folder, as a stream; the last one is kept, as it is read once."""
+    """Open a dataset of the Hugging Face hub, or of a folder, as a stream."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
@@ -196,7 +195,7 @@ def parquet(path: Path, split: str | None = None, *, spread: bool = False, own_l
             )
     prefix = f"{path.name}/{split}/" if split else f"{path.name}/"
     description = f"{len(images)} images of {prefix[:-1]}"
-    data = data_of_items(_Rows(images, targets), prefix, description, container=path)
+    data = data_of_items(_Rows(path, images, targets), prefix, description)
     return data.choose(by_turns(targets)) if spread else data
 
 
@@ -204,6 +203,7 @@ def parquet(path: Path, split: str | None = None, *, spread: bool = False, own_l
 class _Rows:
     """The rows of a Parquet file: the bytes of an image, and its label."""
 
+    path: Path
     images: Any
     targets: Sequence[Any]
 

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -41,27 +41,34 @@ _BITS_PER_SAMPLE = 258
 """The number of TIFF's tag for the bits of a level."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class NamedImage:
     """One image, or the reason why there is none.
 
     `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels; empty where
     nothing could be read. `pixels` has mode RGB with 8 bits, or it is c × h × w in [0, 1] where values were given in
-    Python; it is None where there is a `problem` and in the images of a `Chunk`. `targets` are the classes of an image
-    that may have several, or none, such as (0, 3), or the shares of a soft label, such as (0.25, 0.75); its `label` is
-    then None. `member` says whether the victim saw it in training, "seen" or "not seen"; None where that is not known.
-    `levels` is the range of the levels of a file with more than 8 bits; None for other files.
+    Python; it is None where there is a `problem`, and where they were not read or are kept elsewhere. `targets` are the
+    classes of an image that may have several, or none, such as (0, 3), or the shares of a soft label, such as
+    (0.25, 0.75); its `label` is then None. `member` says whether the victim saw it in training, "seen" or "not seen";
+    None where that is not known. `levels` is the range of the levels of a file with more than 8 bits; None for other
+    files. `place` is the image's position in its data.
     """
 
     name: str
     sha256: str
-    pixels: Image.Image | Tensor | None
+    pixels: Image.Image | Tensor | None = field(compare=False)
     label: int | None = None
     label_origin: LabelOrigin = "none"
     problem: str | None = None
     member: str | None = None
     levels: tuple[int, int] | None = None
     targets: tuple[int, ...] | tuple[float, ...] | None = None
+    place: int = 0
+
+    @property
+    def key(self) -> str:
+        """Return the hash of the image, or its name where it could not be read."""
+        return self.sha256 or self.name
 
     @property
     def is_soft(self) -> bool:

@@ -1,7 +1,7 @@
 """Data that are given in Python: tensors, arrays, Pillow's images, data sets, loaders and generators, with labels."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from privlab.images.data import Data, Spool, data_of_items, split_item
 from privlab.images.datasets import class_names_of
 from privlab.images.decode import NamedImage
 from privlab.images.open import open_images
-from privlab.images.targets import checked_targets, plain_targets, with_target
+from privlab.images.targets import Target, checked_targets, with_target
 
 
 def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
@@ -28,21 +28,22 @@ def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
             of batches, which is read once: each batch is images, (images, labels) or one image; or what `open_images`
             opens, by its name.
         labels: the class of each image, its classes as a list, or b × y shares of the classes; None for those that the
-            images bring along.
+            images bring along; "predicted" or a path if these are not used.
 
     Raises:
         PrivlabError: for something else, no image, values outside [0, 1], or labels that are wrong or of another
             number.
     """
-    data = _opened(images)
-    if labels is None:
+    own = labels is None
+    data = images if isinstance(images, Data) else open_images(images) if is_named(images) else _opened(images, own=own)
+    if own or isinstance(labels, str | Path):
         return data
-    if data.names is None:
-        raise PrivlabError("An iterable of batches brings its labels along, as (images, labels). Leave labels out.")
-    targets = dict(zip(data.names, checked_targets(labels, len(data)), strict=True))
+    targets = checked_targets(labels, None if data.names is None else len(data))
+    if data.names is None:  # of a stream, as many images are read as there are labels
+        data = data.choose(slice(len(targets)))
     unread = NamedImage("", "", None)
-    stated = [(f"labels, image {i}", with_target(unread, target)) for i, target in enumerate(targets.values())]
-    return replace(data.transform(lambda image: with_target(image, targets[image.name])), stated=stated)
+    stated = [(f"labels, image {place}", with_target(unread, target)) for place, target in enumerate(targets)]
+    return replace(data.label(targets, "dataset"), stated=stated)
 
 
 def is_named(images: Any) -> bool:  # noqa: ANN401
@@ -51,42 +52,37 @@ def is_named(images: Any) -> bool:  # noqa: ANN401
     return isinstance(several, list | tuple) and bool(several) and all(isinstance(each, str | Path) for each in several)
 
 
-def _opened(images: Any) -> Data:  # noqa: ANN401
-    if isinstance(images, Data):
-        return images
-    if is_named(images):
-        return open_images(images)
+def _opened(images: Any, *, own: bool) -> Data:  # noqa: ANN401
+    """Return data that are no named source; `own` says whether the labels that come with the images are used."""
+    kind = type(images).__name__
     if isinstance(images, Tensor | np.ndarray) and images.ndim != 4:
         found = " × ".join(map(str, images.shape))
         raise PrivlabError(f"images must be b × c × h × w; one image is images[None]. Found {found}.")
-    kind = type(images).__name__
-    if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
-        class_names = class_names_of(images)
-        description = f"{len(images)} images" + ("" if kind in ("list", "tuple") else f" of a {kind}")
-        data = data_of_items(images, "image-", description, class_names=class_names)
-    elif isinstance(images, Iterable):
-        data = data_of_items(Spool(lambda: _items(images)), "image-", f"batches of a {kind}")
-    else:
+    if isinstance(images, Mapping) or not (isinstance(images, Iterable) or hasattr(images, "__getitem__")):
+        found = f"{kind} of {', '.join(map(str, images))}" if isinstance(images, Mapping) else kind
         raise PrivlabError(
             "images must be a tensor, an array, a sequence, a data set, or an iterable of batches, such as a loader or "
-            f"a generator. Found {kind}."
+            f"a generator. Found {found}."
         )
-    _check_values(data)
+    if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+        description = f"{len(images)} images" + ("" if kind in ("list", "tuple") else f" of a {kind}")
+        data = data_of_items(images, "image-", description, class_names=class_names_of(images))
+    else:
+        data = data_of_items(Spool(lambda: _items(images, own=own)), "image-", f"batches of a {kind}")
+    _check_values(data, own=own)
     return data
 
 
-def _check_values(data: Data) -> None:
+def _check_values(data: Data, *, own: bool) -> None:
     """Check all images that are in memory, but only the first one of a data set: others may be wrong, and fail alone.
 
     Raises:
-        PrivlabError: if there is no image, or one has wrong values.
+        PrivlabError: if there is no image, or one has wrong values or a wrong soft label.
     """
     in_memory = isinstance(data.items, Tensor | np.ndarray | list | tuple)
-    if data.count == 0:
-        raise PrivlabError("At least one of images is needed. Found none.")
-    for place in range(len(data)) if in_memory else [0]:
+    for place in range(len(data)) if in_memory and len(data) else [0]:
         try:
-            image, _ = split_item(data.items[place])
+            image, label = split_item(data.items[place])
         except PrivlabError:
             raise
         except IndexError:
@@ -95,9 +91,11 @@ def _check_values(data: Data) -> None:
             continue
         if isinstance(image, Tensor | np.ndarray) and (problem := _problem(torch.as_tensor(image))) is not None:
             raise PrivlabError(f"images must be b × c × h × w, of bytes or in [0, 1]. Of image {place}: {problem}")
+        if own:
+            checked_targets([label], 1, f"The label that comes with image {place}", strict=False)
 
 
-def _items(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def _items(batches: Iterable[Any], *, own: bool) -> Iterator[tuple[Any, Target]]:
     """Yield the images of batches one by one, each with its label."""
     for batch in batches:
         images, labels = split_item(batch)
@@ -105,9 +103,8 @@ def _items(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             images, labels = [images], None if labels is None else [labels]
         if not hasattr(images, "__len__"):
             raise PrivlabError(f"images must yield batches: images, or (images, labels). Found {type(batch).__name__}.")
-        targets = [None] * len(images) if labels is None else plain_targets(labels)
-        if len(targets) != len(images):
-            raise PrivlabError(f"A batch must have a label for each of its {len(images)} images. Found {len(targets)}.")
+        labels = [None] * len(images) if labels is None or not own else labels
+        targets = checked_targets(labels, len(images), "The labels of a batch", strict=False)
         for image, target in zip(images, targets, strict=True):  # a view would be kept with all of its batch
             yield image.detach().cpu().clone() if isinstance(image, Tensor) else image, target
 
@@ -131,17 +128,17 @@ def _problem(image: Tensor) -> str | None:
     """Return why values are no image; None if they are one."""
     shape = " × ".join(map(str, image.shape))
     if image.ndim != 3:
-        return f"an image is c × h × w. Found {shape}."
+        return f"An image is c × h × w. Found {shape}."
     if image.shape[0] > 4:
-        return f"an image has its channels first, c × h × w. Found {shape}."
+        return f"An image has its channels first, c × h × w. Found {shape}."
     if image.dtype == torch.uint8:
         return None
     if not image.is_floating_point():
-        return f"values are bytes or in [0, 1]. Found {image.dtype}."
+        return f"Values are bytes or in [0, 1]. Found {image.dtype}."
     if not bool(image.isfinite().all()):
-        return "found a value that is not finite."
+        return "Found a value that is not finite."
     low, high = (float(value) for value in image.float().aminmax())
     if low >= 0 and high <= 1:
         return None
     right = "divide by 255" if low >= 0 and high > 2 else "the model normalises by itself"
-    return f"found values outside [0, 1], from {low:.4g} to {high:.4g}: {right}."
+    return f"Found values outside [0, 1], from {low:.4g} to {high:.4g}: {right}."

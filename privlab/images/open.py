@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -217,32 +218,29 @@ def batches(data: Data, preprocessing: Preprocessing, size: int) -> Iterator[Chu
         PrivlabError: if `size` is not a positive integer.
     """
     check_range(type(size) is int and size >= 1, "size", "a positive integer", size)
-    return _chunks(iter(data), preprocessing, size)
+    left = iter(data)
+    chunks = iter(lambda: chunk_of(left, preprocessing, size), None)
+    return takewhile(lambda chunk: chunk.named or chunk.failed, chunks)
 
 
-def _chunks(left: Iterator[NamedImage], preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    while (chunk := chunk_of(_readable(left, size), preprocessing)).named or chunk.failed:
-        yield chunk
+def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing, size: int | None = None) -> Chunk:
+    """Return images as one chunk.
 
-
-def _readable(found: Iterator[NamedImage], size: int) -> Iterator[NamedImage]:
-    """Yield images until `size` readable ones were among them."""
-    count = 0
-    while count < size and (image := next(found, None)) is not None:
-        count += image.pixels is not None
-        yield image
-
-
-def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing) -> Chunk:
-    """Return images as one chunk."""
+    Args:
+        found: the images.
+        preprocessing: as `batches` takes it.
+        size: the number of readable images after which no more are taken; None for all.
+    """
     fine: list[NamedImage] = []
     images: list[Tensor] = []
     failed: list[NamedImage] = []
     for image in found:
         if image.pixels is None:
             failed.append(image)
-        else:
-            images.append(preprocessing(image.pixels))
-            fine.append(replace(image, pixels=None))
+            continue
+        images.append(preprocessing(image.pixels))
+        fine.append(replace(image, pixels=None))
+        if len(fine) == size:
+            break
     empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
     return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))

@@ -14,7 +14,6 @@ from PIL import Image
 from privlab.base import PrivlabError, first, warn
 from privlab.images.data import Data, data_of_items
 from privlab.images.decode import NamedImage, image_from_pil, read_image
-from privlab.images.targets import with_target
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
 _OF_TOOLS = frozenset({"__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
@@ -134,9 +133,8 @@ def folder(
             3,
         )
     names = tuple(path.relative_to(root).as_posix() for path in paths)
-    labels = {name: indices.get(top) for name, top in zip(names, tops, strict=True)}
     data = data_of_items(tuple(paths), names, f"folder {base}: {len(paths)} images, {rule}", class_names=class_names)
-    data = data.transform(lambda image: with_target(image, labels[image.name], "folder"))
+    data = data.label([indices.get(top) for top in tops], "folder")
     return data.choose(by_turns(tops)) if spread and folders else data
 
 

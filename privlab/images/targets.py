@@ -1,6 +1,8 @@
 """Labels of images: class indices, the classes of a multi-label target, and soft labels."""
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -12,6 +14,10 @@ from privlab.images.decode import LabelOrigin, NamedImage
 Target: TypeAlias = int | tuple[int, ...] | tuple[float, ...] | None
 """A class index, the classes of an image that may have several, or a share for each class; None for no label."""
 
+ACCEPTED = (
+    "a class index from 0 on; for a client with a binary loss, a list of classes or a row of 0 and 1; or a soft label, "
+    "which is a row of probabilities that add up to 1"
+)
 _ROUNDING = 1e-3
 """How far the shares of a soft label may be from 1 in all: some are stored in 16 bits."""
 
@@ -34,26 +40,23 @@ def with_target(image: NamedImage, target: object, origin: LabelOrigin = "datase
     return replace(image, label=found, targets=None, label_origin=origin)
 
 
-def target_of(value: object) -> Target:
+def target_of(value: Any) -> Target:  # noqa: ANN401
     """Return the class index that a value is, the classes of a list, in order, or a soft label; None for any other.
 
-    A soft label is an array, or a list with fractions: a share for each class, which add up to 1.
+    An array of zeros and ones has a 1 for each class. A list or an array with fractions has a share for each class.
     """
-    if isinstance(value, np.ndarray):
-        return _shares(value.ravel().tolist())
-    if value and isinstance(value, tuple) and all(isinstance(share, float) for share in value):
-        return _shares(value)
+    if hasattr(value, "dtype"):
+        is_row = value.ndim == 1
+        value = value.tolist()
+        if is_row and set(value) <= {0, 1}:
+            return tuple(index for index, is_class in enumerate(value) if is_class)
     if not isinstance(value, list | tuple):
         return class_of(value)
     classes = {index for index in map(class_of, value) if index is not None}
-    return tuple(sorted(classes)) if len(classes) == len(value) else _shares(value)
-
-
-def _shares(values: Sequence[Any]) -> tuple[float, ...] | None:
-    """Return shares of classes, which add up to 1; None for other values."""
-    if not all(isinstance(value, float) and value >= 0 for value in values):  # NaN is refused too
-        return None
-    return tuple(values) if abs(sum(values) - 1) <= _ROUNDING else None
+    if len(classes) == len(value):
+        return tuple(sorted(classes))
+    shares = all(isinstance(share, float) and share >= 0 for share in value)
+    return tuple(value) if shares and abs(sum(value) - 1) <= _ROUNDING else None
 
 
 def class_of(value: object) -> int | None:
@@ -64,53 +67,51 @@ def class_of(value: object) -> int | None:
     return int(value) if is_index else None
 
 
-def plain_targets(labels: Any) -> list[Any]:  # noqa: ANN401
-    """Return the labels of several images as plain targets, as `with_target` takes them.
-
-    Rows of zeros and ones become the classes of their ones. Rows of fractions stay arrays: they are soft labels.
-    """
-    if not hasattr(labels, "dtype"):
-        return [plain_target(label) for label in labels]
-    values = np.asarray(labels.detach().cpu() if hasattr(labels, "detach") else labels)
-    if values.ndim == 2 and np.isin(values, (0, 1)).all():
-        return [np.flatnonzero(row).tolist() for row in values]
-    is_soft = values.ndim == 2 and values.dtype.kind == "f" and (values != np.floor(values)).any()
-    return list(values) if is_soft else values.tolist()
-
-
-def plain_target(label: Any) -> Any:  # noqa: ANN401
-    """Return the label of one image as a plain target; anything but an array is returned as it is."""
-    return plain_targets(label[None])[0] if hasattr(label, "dtype") else label
-
-
-def checked_targets(labels: Any, count: int) -> list[Any]:  # noqa: ANN401
-    """Return the labels that a user gave as plain targets.
+def checked_targets(labels: Any, count: int | None, what: str = "labels", *, strict: bool = True) -> list[Target]:  # noqa: ANN401
+    """Return labels that are given for images, one for each.
 
     Args:
-        labels: a class index, a list of classes or a soft label for each image; None for an image without a label.
-        count: the number of images.
+        labels: as `target_of` takes each one; None for an image without a label.
+        count: the number of images; None for as many as there are labels.
+        what: what the labels are, for the errors.
+        strict: whether what is no label is an error; in data sets it is often a −1, and only wrong shares are an error.
 
     Raises:
-        PrivlabError: if there are not as many labels as images, or a label is none of these.
+        PrivlabError: if there are not as many labels as images, or a label is none of those that are accepted.
     """
-    if len(labels) != count:
-        raise PrivlabError(f"labels must have one label for each of the {count} images. Found {len(labels)}.")
-    targets = plain_targets(labels)
-    for place, target in enumerate(targets):
-        if target is not None and target_of(target) is None:
-            raise PrivlabError(
-                "labels must be class indices from 0 on, a list of classes for each image, or a share of each class, "
-                f"which add up to 1. Found {target!r} for image {place}."
-            )
-    return targets
+    if not hasattr(labels, "__len__") or isinstance(labels, Mapping) or getattr(labels, "ndim", 1) == 0:
+        raise PrivlabError(f"{what} must be a sequence or an array. Found {type(labels).__name__}.")
+    if count is not None and len(labels) != count:
+        raise PrivlabError(f"{what} must have one label for each of the {count} images. Found {len(labels)}.")
+    if isinstance(labels, list) and any(_is_of_shares(row) for row in labels):
+        with suppress(ValueError):  # rows of several lengths
+            labels = np.asarray(labels, float)  # a row of 0 and 1 among soft labels does not list the classes 0 and 1
+    return [_checked(label, place, what, strict) for place, label in enumerate(labels)]
+
+
+def _is_of_shares(row: object) -> bool:
+    """Return whether a label is a list with a number that is no class."""
+    return isinstance(row, list | tuple) and any(isinstance(share, float) and (share % 1 or share < 0) for share in row)
+
+
+def _checked(label: Any, place: int, what: str, strict: bool) -> Target:  # noqa: ANN401
+    target = target_of(label)
+    found = label.tolist() if hasattr(label, "dtype") else label
+    of_shares = _is_of_shares(found)
+    if target is not None or found is None or not (strict or of_shares):
+        return target
+    if of_shares:
+        negative = [share for share in found if share < 0]
+        found = f"a row with {negative[0]:.4g}" if negative else f"a row with the sum {sum(found):.4g}"
+    shown = found if of_shares else reprlib.repr(found)
+    raise PrivlabError(f"{what}: each label must be {ACCEPTED}. Found {shown} for image {place}.")
 
 
 def problem_of_label(image: NamedImage, classes: int) -> str | None:
     """Return why an image's label is none of a victim with so many classes; None if it is one."""
     if image.is_soft:
-        if image.targets is not None and len(image.targets) != classes:
-            return f"Its soft label has {len(image.targets)} shares; the victim has {classes} classes."
-        return None
+        shares = len(image.targets or ())
+        return None if shares == classes else f"Its soft label has {shares} shares; the victim has {classes} classes."
     largest = max(image.targets or (), default=image.label or 0)
     if largest >= classes:
         return f"Label {largest} is out of range: the victim has {classes} classes (0 to {classes - 1})."
