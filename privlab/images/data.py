@@ -12,19 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from PIL import Image
-
 from privlab.base import PrivlabError
-from privlab.images.decode import (
-    LabelOrigin,
-    NamedImage,
-    damage_of,
-    file_hash,
-    image_from_bytes,
-    image_from_pil,
-    one_line,
-    read_image,
-)
+from privlab.images.decode import LabelOrigin, NamedImage, file_hash, one_line, read_image
 from privlab.images.targets import Target, problem_of_label, with_target
 
 IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
@@ -220,33 +209,4 @@ def _read(items: Any, place: int, name: str, bit_depth: int | None) -> NamedImag
         if isinstance(items, Spool):  # the stream has ended, or broke
             raise
         image, target = error, None
-    return with_target(image_of(image, name, bit_depth), target)
-
-
-def image_of(value: Any, name: str, bit_depth: int | None = None) -> NamedImage:  # noqa: ANN401
-    """Return anything that may hold an image as one, or the reason why it is none.
-
-    Args:
-        value: a path, the bytes of a file, one of Pillow's images, c × h × w values as an array or a tensor; None or an
-            error where there is no image.
-        name: name of the image in records.
-        bit_depth: as `read_image` takes it.
-    """
-    match value:
-        case NamedImage():
-            return value
-        case bytes():
-            return image_from_bytes(value, name, bit_depth)
-        case str() | Path():
-            return read_image(value, name=name, bit_depth=bit_depth)
-        case Image.Image():
-            return image_from_pil(value, name, bit_depth)
-        case Exception():
-            return NamedImage(name, "", None, problem=damage_of(value))
-        case None:
-            return NamedImage(name, "", None, problem="No image in this row.")
-    if hasattr(value, "dtype") and hasattr(value, "ndim"):
-        from privlab.images.given import image_of_values  # this imports torch, which files do not need
-
-        return image_of_values(value, name)
-    return NamedImage(name, "", None, problem=f"Not an image but a {type(value).__name__}.")
+    return with_target(read_image(image, name=name, bit_depth=bit_depth), target)

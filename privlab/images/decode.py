@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -76,15 +76,15 @@ class NamedImage:
         return bool(self.targets) and isinstance(self.targets[0], float)
 
 
-def read_image(path: str | Path, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:
-    """Read one file; `problem` says what keeps it from being an image, and nothing is raised.
+def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:  # noqa: ANN401
+    """Read one image; `problem` says what keeps it from being one, and nothing is raised.
 
     Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, levels of 16 bits are divided by 257,
-    and the EXIF orientation is applied. Colour profiles are not.
+    and the EXIF orientation of a file is applied. Colour profiles are not.
 
     Args:
-        path: path of the file; its size is limited by `MAX_BYTES`, that of its image by `MIN_SIDE`, `MAX_PIXELS` and
-            `MAX_ASPECT`.
+        source: path of a file, or its bytes, which `MAX_BYTES`, `MIN_SIDE`, `MAX_PIXELS` and `MAX_ASPECT` limit; one of
+            Pillow's images; c × h × w values in [0, 1] or bytes; an image that was read; None or an error for no image.
         name: name of the image in records; None for the path with slashes.
         bit_depth: number of bits, 1 to 16, that the levels of a file of 16 bits use, such as 12 for most medical
             images: the level 2^bit_depth − 1 is white. None for all 16. Files of 8 bits are read as they are.
@@ -93,48 +93,34 @@ def read_image(path: str | Path, *, name: str | None = None, bit_depth: int | No
         PrivlabError: if `bit_depth` is out of range.
     """
     check_bit_depth(bit_depth)
-    path = Path(path)
-    name = path.as_posix() if name is None else name
+    if isinstance(source, NamedImage):
+        return source
+    name = Path(source).as_posix() if name is None else name
+    digest, levels = "", None
     try:
-        data = _file_bytes(path)
-    except PrivlabError as error:
-        return NamedImage(name, "", None, problem=str(error))
-    return image_from_bytes(data, name, bit_depth)
+        if isinstance(source, str | Path):
+            source = _file_bytes(Path(source))
+        if isinstance(source, bytes):
+            digest = hashlib.sha256(source).hexdigest()
+            pixels, levels = _decode(source, bit_depth)
+        elif isinstance(source, Image.Image):
+            _check_size(source)
+            pixels, levels = _rgb(source, bit_depth)
+            digest = hashlib.sha256(f"{pixels.width}x{pixels.height}:".encode() + pixels.tobytes()).hexdigest()
+        elif hasattr(source, "dtype") and hasattr(source, "ndim"):
+            from privlab.images.given import values_of  # this imports torch, which files do not need
 
-
-def image_from_bytes(data: bytes, name: str, bit_depth: int | None = None) -> NamedImage:
-    """Decode the bytes of a file, as `read_image` does.
-
-    Args:
-        data: the whole file, whose SHA-256 is that of the image.
-        name: name of the image in records.
-        bit_depth: as `read_image` takes it.
-    """
-    digest = hashlib.sha256(data).hexdigest()
-    try:
-        pixels, levels = _decode(data, bit_depth)
-        return NamedImage(name, digest, pixels, levels=levels)
+            pixels, digest = values_of(source)
+        elif isinstance(source, Exception):
+            raise source
+        else:
+            raise PrivlabError(
+                "No image in this row." if source is None else f"Not an image but a {type(source).__name__}."
+            )
     except PrivlabError as error:
         return NamedImage(name, digest, None, problem=str(error))
-
-
-def image_from_pil(image: Image.Image, name: str, bit_depth: int | None = None) -> NamedImage:
-    """Check an image that another library opened, and convert it to RGB; its hash is over its size and RGB pixels.
-
-    Args:
-        image: the opened image; its EXIF orientation is not applied.
-        name: name of the image in records.
-        bit_depth: as `read_image` takes it.
-    """
-    try:
-        _check_size(image)
-        pixels, levels = _rgb(image, bit_depth)
-    except PrivlabError as error:
-        return NamedImage(name, "", None, problem=str(error))
-    except Exception as error:  # Pillow reads the pixels when they are first used
-        return NamedImage(name, "", None, problem=damage_of(error))
-    header = f"{pixels.width}x{pixels.height}:".encode()
-    digest = hashlib.sha256(header + pixels.tobytes()).hexdigest()
+    except Exception as error:  # on a damaged file, Pillow raises nearly anything, also when pixels are first used
+        return NamedImage(name, digest, None, problem=f"Truncated or damaged: {one_line(error)}.")
     return NamedImage(name, digest, pixels, levels=levels)
 
 
@@ -173,11 +159,6 @@ def warn_if_dark(bit_depth: int | None) -> Callable[[NamedImage], NamedImage]:
         return image
 
     return check
-
-
-def damage_of(error: Exception) -> str:
-    """Return the problem of an image whose decoding raised `error`."""
-    return f"Truncated or damaged: {one_line(error)}."
 
 
 def one_line(error: BaseException) -> str:
@@ -258,15 +239,11 @@ def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int,
                 return _rgb(image, 12)[0], None
             pixels, of_grey = _rgb(image, bit_depth)
             return pixels, levels or of_grey
-    except PrivlabError:
-        raise
     except UnidentifiedImageError:  # Pillow's message holds an address, which differs in every run
         raise PrivlabError(f"Not an image in one of the formats {', '.join(FORMATS)}.") from None
     except Image.DecompressionBombError as error:  # Pillow's own limit is higher than ours
         found = one_line(error).split(" exceeds")[0]
         raise PrivlabError(f"{found} by its header; {PIXEL_LIMIT}") from None
-    except Exception as error:  # on a damaged file, Pillow raises nearly anything
-        raise PrivlabError(damage_of(error)) from None
 
 
 def _check_end(data: bytes) -> None:

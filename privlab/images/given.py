@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.images.data import Data, Spool, data_of_items, split_item
 from privlab.images.datasets import class_names_of
-from privlab.images.decode import NamedImage
+from privlab.images.decode import NamedImage, read_image
 from privlab.images.open import open_images
 from privlab.images.targets import Target, checked_targets, with_target
 
@@ -89,7 +90,7 @@ def _check_values(data: Data, *, own: bool) -> None:
             raise PrivlabError("At least one of images is needed. Found none.") from None
         except Exception:  # a damaged image must not end the run
             continue
-        if isinstance(image, Tensor | np.ndarray) and (problem := _problem(torch.as_tensor(image))) is not None:
+        if isinstance(image, Tensor | np.ndarray) and (problem := read_image(image, name="").problem) is not None:
             raise PrivlabError(f"images must be b × c × h × w, of bytes or in [0, 1]. Of image {place}: {problem}")
         if own:
             checked_targets([label], 1, f"The label that comes with image {place}", strict=False)
@@ -109,36 +110,27 @@ def _items(batches: Iterable[Any], *, own: bool) -> Iterator[tuple[Any, Target]]
             yield image.detach().cpu().clone() if isinstance(image, Tensor) else image, target
 
 
-def image_of_values(image: Tensor | np.ndarray, name: str) -> NamedImage:
-    """Return c × h × w values in [0, 1], or bytes, as an image whose hash is over its shape, type and values.
+def values_of(image: Tensor | np.ndarray) -> tuple[Float[Tensor, "c h w"], str]:
+    """Return c × h × w values in [0, 1], or bytes, as floats, and the hash over their shape, type and values.
 
-    Args:
-        image: the values.
-        name: name of the image in records.
+    Raises:
+        PrivlabError: if they are no image.
     """
     values = torch.as_tensor(image).detach().cpu().contiguous()
-    if (problem := _problem(values)) is not None:
-        return NamedImage(name, "", None, problem=problem)
-    header = f"{tuple(values.shape)}:{values.dtype}:".encode()
-    digest = hashlib.sha256(header + values.numpy().tobytes()).hexdigest()
-    return NamedImage(name, digest, values.float() / 255 if values.dtype == torch.uint8 else values.float())
-
-
-def _problem(image: Tensor) -> str | None:
-    """Return why values are no image; None if they are one."""
-    shape = " × ".join(map(str, image.shape))
-    if image.ndim != 3:
-        return f"An image is c × h × w. Found {shape}."
-    if image.shape[0] > 4:
-        return f"An image has its channels first, c × h × w. Found {shape}."
-    if image.dtype == torch.uint8:
-        return None
-    if not image.is_floating_point():
-        return f"Values are bytes or in [0, 1]. Found {image.dtype}."
-    if not bool(image.isfinite().all()):
-        return "Found a value that is not finite."
-    low, high = (float(value) for value in image.float().aminmax())
-    if low >= 0 and high <= 1:
-        return None
-    right = "divide by 255" if low >= 0 and high > 2 else "the model normalises by itself"
-    return f"Found values outside [0, 1], from {low:.4g} to {high:.4g}: {right}."
+    shape = " × ".join(map(str, values.shape))
+    if values.ndim != 3:
+        raise PrivlabError(f"An image is c × h × w. Found {shape}.")
+    if values.shape[0] > 4:
+        raise PrivlabError(f"An image has its channels first, c × h × w. Found {shape}.")
+    digest = hashlib.sha256(f"{tuple(values.shape)}:{values.dtype}:".encode() + values.numpy().tobytes()).hexdigest()
+    if values.dtype == torch.uint8:
+        return values.float() / 255, digest
+    if not values.is_floating_point():
+        raise PrivlabError(f"Values are bytes or in [0, 1]. Found {values.dtype}.")
+    if not bool(values.isfinite().all()):
+        raise PrivlabError("Found a value that is not finite.")
+    low, high = (float(value) for value in values.float().aminmax())
+    if low < 0 or high > 1:
+        right = "divide by 255" if low >= 0 and high > 2 else "the model normalises by itself"
+        raise PrivlabError(f"Found values outside [0, 1], from {low:.4g} to {high:.4g}: {right}.")
+    return values.float(), digest

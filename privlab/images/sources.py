@@ -13,7 +13,7 @@ from PIL import Image
 
 from privlab.base import PrivlabError, first, warn
 from privlab.images.data import Data, data_of_items
-from privlab.images.decode import NamedImage, image_from_pil, read_image
+from privlab.images.decode import NamedImage, read_image
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
 _OF_TOOLS = frozenset({"__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
@@ -77,7 +77,7 @@ def _sample(folder: Path, place: int) -> NamedImage:
     whole = read_image(folder / file, name=f"samples/{name}")
     if not isinstance(whole.pixels, Image.Image):
         return whole
-    return image_from_pil(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
+    return read_image(whole.pixels.crop((left, top, left + side, top + side)), name=whole.name)
 
 
 def files(paths: Sequence[Path]) -> Data:
