@@ -100,7 +100,7 @@ def _map(source: Data, size: tuple[int, int], cache: Path) -> tuple[UInt8[Tensor
 def _key(source: Data, size: tuple[int, int]) -> str:
     """Return the key of these images in a cache: a hash of the source, the size, and its files' sizes and dates."""
     digest = hashlib.sha256(repr((source.description, source.count, source.names, size)).encode())
-    for path in source.files or filter(None, [getattr(source.items, "path", None)]):
+    for path in source.files or () if source.container is None else [source.container]:
         stat = path.stat()
         digest.update(f"{stat.st_size}-{stat.st_mtime_ns}/".encode())
     return digest.hexdigest()[:16]

@@ -14,7 +14,7 @@ from privlab.evaluation import Batch, Clients, completed, labelled, score_images
 from privlab.evaluation.setup import learned_metric
 from privlab.images import Chunk, NamedImage, chunk_of, open_images
 from privlab.images.given import data_of
-from privlab.images.targets import checked_targets, with_target
+from privlab.images.targets import checked_targets
 from privlab.release.checked import images_for, model_of
 from privlab.threat import (
     FeatureObservation,
@@ -109,7 +109,7 @@ def _chunk(victim: Victim | VictimModel, images: Any, labels: Any = None, what: 
     named = [NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes)]
     if labels is not None and not isinstance(labels, str):
         targets = checked_targets(labels, len(named))
-        named = [with_target(image, target) for image, target in zip(named, targets, strict=True)]
+        named = [image.labelled(target, "dataset") for image, target in zip(named, targets, strict=True)]
     return Chunk(tuple(named), x, ())
 
 

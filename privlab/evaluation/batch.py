@@ -145,7 +145,7 @@ def labelled(
     if not classes:
         labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
         return Batch(named, images, labels, key), list(chunk.failed)
-    lacking = [i for i, p in enumerate(named) if predicted or (p.label is None and p.targets is None)]
+    lacking = [i for i, p in enumerate(named) if predicted or p.target is None]
     if lacking:
         with torch.no_grad(), full_precision():
             found = model(images).argmax(1).tolist()
@@ -170,7 +170,7 @@ def _problem_of_label(image: NamedImage, classes: int, *, multi_label: bool) -> 
             f"Its label is a list of classes, {list(image.targets)}, which needs a loss for each class: give a client "
             "with client.loss=binary, or --labels predicted."
         )
-    return problem_of_label(image, classes)
+    return problem_of_label(image.target, classes)
 
 
 def _labels_of(named: Sequence[NamedImage], classes: int) -> Int[Tensor, " b"] | Float[Tensor, "b y"]:

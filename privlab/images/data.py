@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from privlab.base import PrivlabError
-from privlab.images.decode import LabelOrigin, NamedImage, file_hash, one_line, read_image
-from privlab.images.targets import Target, problem_of_label, with_target
+from privlab.images.decode import LabelOrigin, NamedImage, Target, file_hash, one_line, read_image
+from privlab.images.targets import problem_of_label, target_of
 
 IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -31,10 +31,9 @@ class Data:
             `IndexError` ends a `Spool`.
         naming: the name of the image at each place, or the text that comes before the place.
         places: the places of the images that are used, in their order.
-        count: the number of images, unreadable ones included; None for a stream of unknown length, whose `len()` is a
-            TypeError.
         class_names: the name of each label; None where they are not known.
         bit_depth: as `read_image` takes it.
+        container: path of the file that holds all images, where there is one.
         changes: what is applied to each image after it was read, in this order; no change reads the pixels.
         stated: the labels that a user stated, each with the place where; they must be classes of the victim.
     """
@@ -43,11 +42,17 @@ class Data:
     items: Any = field(repr=False)
     naming: str | Sequence[str] = field(repr=False)
     places: Sequence[int] = field(repr=False)
-    count: int | None
     class_names: tuple[str, ...] | None = None
     bit_depth: int | None = None
+    container: Path | None = field(default=None, repr=False)
     changes: tuple[Callable[[NamedImage], NamedImage], ...] = field(default=(), repr=False)
-    stated: Sequence[tuple[str, NamedImage]] = field(default=(), repr=False)
+    stated: Sequence[tuple[str, Target]] = field(default=(), repr=False)
+
+    @property
+    def count(self) -> int | None:
+        """Return the number of images, unreadable ones included; None for a stream that may end anywhere."""
+        may_end = isinstance(self.items, Spool) and self.items.count is None and isinstance(self.places, range)
+        return None if may_end else len(self.places)
 
     @cached_property
     def names(self) -> tuple[str, ...] | None:
@@ -60,12 +65,9 @@ class Data:
         whole = isinstance(self.items, tuple) and all(isinstance(item, Path) for item in self.items)
         return [self.items[place] for place in self.places] if whole else None
 
-    def choose(self, chosen: slice | Sequence[int]) -> "Data":
-        """Return the data of the images that a slice takes, or of those at some positions, in their order."""
-        if isinstance(chosen, slice):
-            count = None if self.count is None else len(range(self.count)[chosen])
-            return replace(self, places=self.places[chosen], count=count)
-        return replace(self, places=[self.places[position] for position in chosen], count=len(chosen))
+    def choose(self, chosen: Sequence[int]) -> "Data":
+        """Return the data of the images at some positions, in their order."""
+        return replace(self, places=[self.places[position] for position in chosen])
 
     def transform(self, change: Callable[[NamedImage], NamedImage]) -> "Data":
         """Return the data with `change` applied to each image; it changes no name, pixels or hash."""
@@ -74,7 +76,12 @@ class Data:
     def label(self, targets: Sequence[Target], origin: LabelOrigin) -> "Data":
         """Return the data with the label of each image, in their order; an image without one keeps its own."""
         by_name = {self._name(place): target for place, target in zip(self.places, targets, strict=True)}
-        return self.transform(lambda image: with_target(image, by_name[image.name], origin))
+
+        def change(image: NamedImage) -> NamedImage:
+            target = by_name[image.name]
+            return image if target is None else image.labelled(target, origin)
+
+        return self.transform(change)
 
     def check_labels(self, classes: int) -> None:
         """Check that the labels that a user stated are those of a victim with so many classes.
@@ -82,8 +89,8 @@ class Data:
         Raises:
             PrivlabError: for a label that is out of range.
         """
-        for where, image in self.stated:
-            if problem := problem_of_label(image, classes):
+        for where, target in self.stated:
+            if problem := problem_of_label(target, classes):
                 raise PrivlabError(f"{where}: {problem}")
 
     def without_pixels(self) -> Iterator[NamedImage]:
@@ -132,11 +139,12 @@ class Spool:
 
     Args:
         begin: begins the stream; it is called again after an error, and what was read is skipped.
+        count: the number of items; None where it is not known.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, begin: Callable[[], Iterator[Any]], count: int | None = None) -> None:
         """Read nothing yet."""
-        self._begin, self._rest, self._starts = begin, None, list[int]()
+        self.count, self._begin, self._rest, self._starts = count, begin, None, list[int]()
         self._file = tempfile.TemporaryFile(prefix="privlab-")  # noqa: SIM115
         self._lock = threading.Lock()
         weakref.finalize(self, self._file.close)
@@ -147,6 +155,9 @@ class Spool:
                 self._read_on()
             self._file.seek(self._starts[place])
             return pickle.load(self._file)
+
+    def __len__(self) -> int:
+        return sys.maxsize if self.count is None else self.count
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a stream, which other processes do not have")
@@ -168,20 +179,6 @@ class Spool:
         except OSError as error:
             raise PrivlabError(f"A stream of images is kept in {tempfile.gettempdir()}: {one_line(error)}.") from error
         self._starts.append(start)
-
-
-def data_of_items(items: Any, naming: str | Sequence[str], description: str, **more: Any) -> Data:  # noqa: ANN401
-    """Return data with all items of a sequence, or of a stream.
-
-    Args:
-        items: as `Data` takes them.
-        naming: as `Data` takes it.
-        description: as `Data` takes it.
-        more: other fields of `Data`; a stream may state its `count`.
-    """
-    if isinstance(items, Spool):
-        return Data(description, items, naming, range(sys.maxsize), more.pop("count", None), **more)
-    return Data(description, items, naming, range(len(items)), len(items), **more)
 
 
 def split_item(item: Any) -> tuple[Any, Any]:  # noqa: ANN401
@@ -209,4 +206,5 @@ def _read(items: Any, place: int, name: str, bit_depth: int | None) -> NamedImag
         if isinstance(items, Spool):  # the stream has ended, or broke
             raise
         image, target = error, None
-    return with_target(read_image(image, name=name, bit_depth=bit_depth), target)
+    read, known = read_image(image, name=name, bit_depth=bit_depth), target_of(target)
+    return read if known is None else read.labelled(known, "dataset")

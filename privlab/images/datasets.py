@@ -5,13 +5,12 @@ import inspect
 import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from privlab.base import PrivlabError, check_name, unknown_name
-from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data, Spool, data_of_items
+from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data, Spool
 from privlab.images.decode import one_line
 from privlab.images.sources import by_turns
 from privlab.images.targets import target_of
@@ -39,7 +38,7 @@ def torchvision(name: str, split: str | None = None) -> Data:
         ) from error
     prefix = "/".join(filter(None, (name, used)))
     description = f"torchvision {prefix}: {len(dataset)} images"
-    return data_of_items(dataset, f"{prefix}/", description, class_names=class_names_of(dataset))
+    return Data(description, dataset, f"{prefix}/", range(len(dataset)), class_names_of(dataset))
 
 
 def class_names_of(dataset: object) -> tuple[str, ...] | None:
@@ -126,13 +125,9 @@ def hugging_face(name: str, split: str | None = None) -> Data:
             raise PrivlabError(f"The stream of '{name}' broke at image {done}: {one_line(error)}.") from error
 
     known = (data.info.splits or {}).get(chosen)
-    return data_of_items(
-        Spool(read),
-        f"{name}/{chosen}/",
-        f"Hugging Face {name}/{chosen}",
-        count=(known.num_examples if known else 0) or None,
-        class_names=tuple(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None,
-    )
+    items = Spool(read, (known.num_examples if known else 0) or None)
+    class_names = tuple(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None
+    return Data(f"Hugging Face {name}/{chosen}", items, f"{name}/{chosen}/", range(len(items)), class_names)
 
 
 def _undecoded(value: Any, image_type: Any) -> Any:  # noqa: ANN401
@@ -195,23 +190,9 @@ def parquet(path: Path, split: str | None = None, *, spread: bool = False, own_l
             )
     prefix = f"{path.name}/{split}/" if split else f"{path.name}/"
     description = f"{len(images)} images of {prefix[:-1]}"
-    data = data_of_items(_Rows(path, images, targets), prefix, description)
+    items = [(content or b"", target) for content, target in zip(images.to_pylist(), targets, strict=True)]
+    data = Data(description, items, prefix, range(len(items)), container=path)
     return data.choose(by_turns(targets)) if spread else data
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of a Parquet file: the bytes of an image, and its label."""
-
-    path: Path
-    images: Any
-    targets: Sequence[Any]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, place: int) -> tuple[bytes, Any]:
-        return self.images[place].as_py() or b"", self.targets[place]
 
 
 @cache

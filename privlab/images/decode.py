@@ -11,9 +11,9 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -28,6 +28,8 @@ else:  # torch is slow to import, and files need none
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
 """Where a label comes from; "predicted" is by the victim, "released" is given away by the gradient that is audited."""
+Target: TypeAlias = int | tuple[int, ...] | tuple[float, ...] | None
+"""A class index, the classes of an image that may have several, or a share for each class; None for no label."""
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM", "JPEG2000")  # not EPS: it would run Ghostscript
 MAX_BYTES = 512 * 2**20
@@ -71,9 +73,19 @@ class NamedImage:
         return self.sha256 or self.name
 
     @property
+    def target(self) -> Target:
+        """Return the label of any kind."""
+        return self.label if self.targets is None else self.targets
+
+    def labelled(self, target: Target, origin: LabelOrigin) -> "NamedImage":
+        """Return the image with this label, or without one."""
+        label, targets = (None, target) if isinstance(target, tuple) else (target, None)
+        return replace(self, label=label, targets=targets, label_origin="none" if target is None else origin)
+
+    @property
     def is_soft(self) -> bool:
         """Return whether the image has a soft label: a share for each class."""
-        return bool(self.targets) and isinstance(self.targets[0], float)
+        return any(isinstance(share, float) for share in self.targets or ())
 
 
 def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:  # noqa: ANN401
@@ -137,11 +149,8 @@ def check_bit_depth(bit_depth: int | None) -> None:
 def warn_if_dark(bit_depth: int | None) -> Callable[[NamedImage], NamedImage]:
     """Return a function that returns each image as it is, and warns of the first one whose levels look misread.
 
-    The levels of 16 bits of such an image do not reach a quarter of their range, as those of 8, 10, 12 and 14 bits do
-    that a program stored without scaling them.
-
-    Args:
-        bit_depth: what the user states of the levels; if anything, there is no warning.
+    Its levels of 16 bits do not reach a quarter of their range, as those of fewer bits do that were not scaled. There
+    is no warning where `bit_depth` states the levels.
     """
     seen: list[str] = []
 

@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.images.data import Data, Spool, data_of_items, split_item
+from privlab.images.data import Data, Spool, split_item
 from privlab.images.datasets import class_names_of
-from privlab.images.decode import NamedImage, read_image
+from privlab.images.decode import Target, read_image
 from privlab.images.open import open_images
-from privlab.images.targets import Target, checked_targets, with_target
+from privlab.images.targets import checked_targets
 
 
 def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
@@ -39,11 +39,10 @@ def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
     data = images if isinstance(images, Data) else open_images(images) if is_named(images) else _opened(images, own=own)
     if own or isinstance(labels, str | Path):
         return data
-    targets = checked_targets(labels, None if data.names is None else len(data))
-    if data.names is None:  # of a stream, as many images are read as there are labels
-        data = data.choose(slice(len(targets)))
-    unread = NamedImage("", "", None)
-    stated = [(f"labels, image {place}", with_target(unread, target)) for place, target in enumerate(targets)]
+    targets = checked_targets(labels, data.count)
+    if data.count is None:  # of a stream, as many images are read as there are labels
+        data = replace(data, places=data.places[: len(targets)])
+    stated = [(f"labels, image {place}", target) for place, target in enumerate(targets)]
     return replace(data.label(targets, "dataset"), stated=stated)
 
 
@@ -67,9 +66,10 @@ def _opened(images: Any, *, own: bool) -> Data:  # noqa: ANN401
         )
     if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
         description = f"{len(images)} images" + ("" if kind in ("list", "tuple") else f" of a {kind}")
-        data = data_of_items(images, "image-", description, class_names=class_names_of(images))
+        data = Data(description, images, "image-", range(len(images)), class_names_of(images))
     else:
-        data = data_of_items(Spool(lambda: _items(images, own=own)), "image-", f"batches of a {kind}")
+        items = Spool(lambda: _items(images, own=own))
+        data = Data(f"batches of a {kind}", items, "image-", range(len(items)))
     _check_values(data, own=own)
     return data
 

@@ -6,26 +6,23 @@ import io
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import get_args
 
 import numpy as np
 
 from privlab.base import PrivlabError, check_range, unknown_name
 from privlab.images.data import Data
-from privlab.images.decode import LabelOrigin, NamedImage, as_text, one_line
-from privlab.images.targets import Target, target_of, with_target
+from privlab.images.decode import LabelOrigin, NamedImage, Target, as_text, one_line
+from privlab.images.targets import target_of
 
 MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _NEEDED_COLUMNS = ("name", "sha256")
-_ORIGINS: tuple[LabelOrigin, ...] = tuple(
-    origin for origin in get_args(LabelOrigin) if origin not in ("predicted", "released")
-)
+_ORIGINS: Mapping[str, LabelOrigin] = {"folder": "folder", "file": "file", "dataset": "dataset", "none": "none"}
 _MOST_CHARACTERS = 60
 
 
@@ -42,10 +39,8 @@ class Entry:
 
     def labelled(self, image: NamedImage) -> NamedImage:
         """Return an image with what the line says of its label and its membership."""
-        if self.origin is None:
-            return replace(image, member=self.member)
-        unlabelled = replace(image, label=None, targets=None, label_origin="none", member=self.member)
-        return with_target(unlabelled, self.target, self.origin)
+        image = replace(image, member=self.member)
+        return image if self.origin is None else image.labelled(self.target, self.origin)
 
 
 def to_csv(images: Iterable[NamedImage]) -> str:
@@ -74,19 +69,18 @@ def _label_cell(image: NamedImage) -> str:
     return ";".join(map(str, image.targets)) + ";"
 
 
-def _target_of(cell: str, where: str) -> Target:
-    """Return the target that a cell states; None if it is empty."""
-    if "|" in cell:
-        try:
-            target = target_of(np.array(cell.split("|"), float))
-        except ValueError:
-            target = None
-        if target is None:
-            raise PrivlabError(f"{where}: label must be shares of the classes, which add up to 1. Found {cell!r}.")
-        return target
+def _target_of(cell: str, column: str, where: str) -> Target:
+    """Return the target that a cell states."""
     if ";" in cell:
-        return tuple(sorted(_label_of(index, "label", where) for index in cell.split(";") if index.strip()))
-    return _label_of(cell, "label", where) if cell else None
+        return tuple(sorted(_label_of(index, column, where) for index in cell.split(";") if index.strip()))
+    if "|" not in cell:
+        return _label_of(cell, column, where)
+    target = None
+    with suppress(ValueError):
+        target = target_of(np.array(cell.split("|"), float))
+    if target is None:
+        raise PrivlabError(f"{where}: {column} must be shares of the classes, which add up to 1. Found {cell!r}.")
+    return target
 
 
 @contextmanager
@@ -152,10 +146,9 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
     if (member := cells.get("member") or "unknown") not in MEMBERS:
         raise PrivlabError(f"{where}: member must be seen, not seen or unknown. Found '{_short(member)}'.")
     cell = cells.get("label", "")
-    target = _target_of(cell, where)
+    target = _target_of(cell, "label", where) if cell else None
     said = cells.get("label_origin") or ("file" if cell else "")
-    origins: dict[str, LabelOrigin] = {name: name for name in _ORIGINS}
-    origin = origins.get(said)
+    origin = _ORIGINS.get(said)
     if said and origin is None:
         raise PrivlabError(f"{where}: label_origin must be {', '.join(_ORIGINS)}. Found '{_short(said)}'.")
     if origin is not None and (origin == "none") != (not cell):
@@ -204,19 +197,16 @@ def choose_images(data: Data, path: Path, *, check: bool = True) -> Data:
                 f"{path}, line {entry.line}: the SHA-256 of '{_short(entry.name)}' {problem}. "
                 f"The manifest says {entry.sha256[:12]}…: it names another image, or this one has changed."
             )
-    unread = NamedImage("", "", None)
-    stated = [(f"{path}, line {entry.line}", entry.labelled(unread)) for entry in entries]
+    stated = [(f"{path}, line {entry.line}", entry.target) for entry in entries]
     return replace(chosen, description=described, stated=stated)
 
 
 def _positions(data: Data, wanted: Collection[str]) -> dict[str, int]:
     """Return the positions of the images of these names; a stream is read until it has had them all."""
-    if data.names is not None:
-        return {as_text(name): position for position, name in enumerate(data.names)}
     found: dict[str, int] = {}
-    for position, image in enumerate(data):
-        if as_text(image.name) in wanted:
-            found[as_text(image.name)] = position
+    for position, name in enumerate(data.names or (image.name for image in data)):
+        if (text := as_text(name)) in wanted:
+            found[text] = position
         if len(found) == len(wanted):
             break
     return found
@@ -251,12 +241,12 @@ def relabel(data: Data, path: Path) -> Data:
 
     def with_label(image: NamedImage) -> NamedImage:
         label = table.get(image.name, table.get(PurePosixPath(image.name).name))
-        return with_target(replace(image, label=None, targets=None, label_origin="none"), label, "file")
+        return image.labelled(label, "file")
 
     return replace(data.transform(with_label), class_names=None, stated=())
 
 
-def _check_names(table: Mapping[str, int], names: Sequence[str], path: Path) -> None:
+def _check_names(table: Mapping[str, Target], names: Sequence[str], path: Path) -> None:
     bases = Counter(PurePosixPath(name).name for name in names)
     known = set(names)
     for file in table:
@@ -266,13 +256,13 @@ def _check_names(table: Mapping[str, int], names: Sequence[str], path: Path) -> 
         raise PrivlabError(f"{path}: none of its {len(table)} files is an image of the source, as '{names[0]}' is.")
 
 
-def read_labels(path: Path) -> dict[str, int]:
-    """Return the label of each file that a CSV file names.
+def read_labels(path: Path) -> dict[str, Target]:
+    """Return the label of each file that a CSV file names, written as in a manifest.
 
     Raises:
         PrivlabError: if the file cannot be read, or holds something else.
     """
-    table: dict[str, int] = {}
+    table: dict[str, Target] = {}
     with _table(path, "labels") as rows:
         header = rows.fieldnames or []
         column = next((key for key in ("class_index", "label") if key in header), None)
@@ -284,14 +274,14 @@ def read_labels(path: Path) -> dict[str, int]:
             name = PurePosixPath(row["file"] or "").as_posix()
             if name in table:
                 raise PrivlabError(f"{where}: the file '{name}' is listed twice; give it one label.")
-            table[name] = _label_of(row[column], column, where)
+            table[name] = _target_of(row[column] or "", column, where)
     return table
 
 
-def _label_of(text: str | None, column: str, where: str) -> int:
+def _label_of(text: str, column: str, where: str) -> int:
     """Return the class index, in [0, 2^63 − 1], that a cell of a CSV file holds, as 2 or 2.0."""
     # Programs that know no empty integers write 2.0 for 2.
-    digits = re.fullmatch(r"\s*([0-9]+)(\.0*)?\s*", text or "")
+    digits = re.fullmatch(r"\s*([0-9]+)(\.0*)?\s*", text)
     value = -1 if digits is None else int(digits[1])
     if not 0 <= value < 2**63:
         raise PrivlabError(f"{where}: {column} must be an integer from 0 on, of 64 bits. Found {text!r}.")

@@ -119,19 +119,16 @@ def _take(data: Data, limit: int | None, every: int | None, offset: int | None) 
         PrivlabError: if there is no image at `offset`; a stream is read up to there.
     """
     start, step = offset or 0, every or 1
-    if data.count is not None and start >= max(1, data.count):
-        raise PrivlabError(f"offset must be less than the number of images, {data.count}. Found {start}.")
-    taken = data.choose(slice(start, None if limit is None else start + step * limit, step))
-    if (every, offset) != (None, None):
-        taken = replace(taken, description=f"{data.description}; one in {step}, from position {start} on")
-    if start and data.names is None:
+    end, described = None if limit is None else start + step * limit, data.description
+    if start:
         try:
             data[start]
         except IndexError:
-            raise PrivlabError(
-                f"offset must be less than the number of images of {data.description}. Found {start}."
-            ) from None
-    return taken
+            number = f" of {described}" if data.count is None else f", {data.count}"
+            raise PrivlabError(f"offset must be less than the number of images{number}. Found {start}.") from None
+    if (every, offset) != (None, None):
+        described += f"; one in {step}, from position {start} on"
+    return replace(data, description=described, places=data.places[start:end:step])
 
 
 @dataclass(frozen=True)

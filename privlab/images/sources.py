@@ -12,7 +12,7 @@ from typing import NoReturn
 from PIL import Image
 
 from privlab.base import PrivlabError, first, warn
-from privlab.images.data import Data, data_of_items
+from privlab.images.data import Data
 from privlab.images.decode import NamedImage, read_image
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
@@ -54,7 +54,7 @@ def samples() -> Data:
     """Open the photographs that come with scikit-image."""
     names = tuple(f"samples/{name}" for name, *_ in SAMPLES)
     description = f"{len(SAMPLES)} photographs that come with scikit-image"
-    return data_of_items(_Samples(sample_file("")), names, description)
+    return Data(description, _Samples(sample_file("")), names, range(len(names)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def files(paths: Sequence[Path]) -> Data:
             )
     names = tuple(path.as_posix() for path in paths)
     description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
-    return data_of_items(tuple(paths), names, description)
+    return Data(description, tuple(paths), names, range(len(paths)))
 
 
 def folder(
@@ -133,7 +133,8 @@ def folder(
             3,
         )
     names = tuple(path.relative_to(root).as_posix() for path in paths)
-    data = data_of_items(tuple(paths), names, f"folder {base}: {len(paths)} images, {rule}", class_names=class_names)
+    description = f"folder {base}: {len(paths)} images, {rule}"
+    data = Data(description, tuple(paths), names, range(len(paths)), class_names)
     data = data.label([indices.get(top) for top in tops], "folder")
     return data.choose(by_turns(tops)) if spread and folders else data
 

@@ -3,16 +3,12 @@
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from privlab.base import PrivlabError
-from privlab.images.decode import LabelOrigin, NamedImage
-
-Target: TypeAlias = int | tuple[int, ...] | tuple[float, ...] | None
-"""A class index, the classes of an image that may have several, or a share for each class; None for no label."""
+from privlab.images.decode import Target
 
 ACCEPTED = (
     "a class index from 0 on; for a client with a binary loss, a list of classes or a row of 0 and 1; or a soft label, "
@@ -20,24 +16,6 @@ ACCEPTED = (
 )
 _ROUNDING = 1e-3
 """How far the shares of a soft label may be from 1 in all: some are stored in 16 bits."""
-
-
-def with_target(image: NamedImage, target: object, origin: LabelOrigin = "dataset") -> NamedImage:
-    """Return an image with the label that its target is, with the classes of a multi-label target, or a soft label.
-
-    Test sets without labels give −1, and other tasks give targets that are no class: these images keep their label.
-
-    Args:
-        image: the image.
-        target: as `target_of` takes it.
-        origin: where the label comes from.
-    """
-    found = target_of(target)
-    if found is None:
-        return image
-    if isinstance(found, tuple):
-        return replace(image, label=None, targets=found, label_origin=origin)
-    return replace(image, label=found, targets=None, label_origin=origin)
 
 
 def target_of(value: Any) -> Target:  # noqa: ANN401
@@ -107,12 +85,12 @@ def _checked(label: Any, place: int, what: str, strict: bool) -> Target:  # noqa
     raise PrivlabError(f"{what}: each label must be {ACCEPTED}. Found {shown} for image {place}.")
 
 
-def problem_of_label(image: NamedImage, classes: int) -> str | None:
-    """Return why an image's label is none of a victim with so many classes; None if it is one."""
-    if image.is_soft:
-        shares = len(image.targets or ())
-        return None if shares == classes else f"Its soft label has {shares} shares; the victim has {classes} classes."
-    largest = max(image.targets or (), default=image.label or 0)
+def problem_of_label(target: Target, classes: int) -> str | None:
+    """Return why a label is none of a victim with so many classes; None if it is one."""
+    if isinstance(target, tuple) and any(isinstance(share, float) for share in target):
+        wrong = len(target) != classes
+        return f"Its soft label has {len(target)} shares; the victim has {classes} classes." if wrong else None
+    largest = max(target, default=0) if isinstance(target, tuple) else target or 0
     if largest >= classes:
         return f"Label {largest} is out of range: the victim has {classes} classes (0 to {classes - 1})."
     return None

@@ -17,7 +17,7 @@ from privlab.experiments.training import reading
 from privlab.experiments.training.examples import Examples
 from privlab.experiments.training.reading import read_examples
 from privlab.images import Data, NamedImage, open_images
-from privlab.images.data import Spool, data_of_items
+from privlab.images.data import Spool
 
 SIDE = (12, 12)
 
@@ -97,9 +97,13 @@ def test_another_parquet_file_of_the_same_name_is_read_anew(tmp_path: Path, cach
     assert not torch.equal(found[0].images, found[1].images)
 
 
+def stream_of(items: Spool) -> Data:
+    return Data("a stream", items, "", range(len(items)))
+
+
 def test_a_stream_of_unknown_length_is_kept_too(folder: Path, cache: Path) -> None:
     source = open_images(folder)
-    stream = data_of_items(Spool(lambda: iter(source)), "", "a stream")
+    stream = stream_of(Spool(lambda: iter(source)))
     for _ in range(2):
         assert_same(read_examples(stream, SIDE, cache=cache), read_examples(source, SIDE))
 
@@ -111,7 +115,7 @@ def test_what_was_interrupted_is_read_anew(folder: Path, cache: Path) -> None:
         yield next(iter(source))
         raise KeyboardInterrupt
 
-    stream = data_of_items(Spool(broken), "", "a stream")
+    stream = stream_of(Spool(broken))
     with pytest.raises(KeyboardInterrupt):
         read_examples(stream, SIDE, cache=cache)
     assert_same(read_examples(source, SIDE, cache=cache), read_examples(source, SIDE))

@@ -7,10 +7,14 @@ import pytest
 
 import privlab
 from privlab.images import NamedImage, open_images
-from privlab.images.data import Spool, data_of_items
+from privlab.images.data import Data, Spool
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 OPTIONS = {"weights": "random", "img_size": 32, "attacks": "april", "metrics": "psnr", "batch_size": 1}
+
+
+def stream_of(items: Spool) -> Data:
+    return Data("a stream", items, "", range(len(items)))
 
 
 @pytest.mark.slow
@@ -22,7 +26,7 @@ def test_a_stream_is_read_once_to_plan_and_to_run(photos: Path, monkeypatch: pyt
             read.append(image.name)
             yield image
 
-    stream = data_of_items(Spool(pictures), "", "a stream")
+    stream = stream_of(Spool(pictures))
     monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda *_: stream)
     found = privlab.attack("vit_ti", images="hf:x", **OPTIONS).records
     assert read == [*source.names]
@@ -31,7 +35,7 @@ def test_a_stream_is_read_once_to_plan_and_to_run(photos: Path, monkeypatch: pyt
 
 def test_places_of_a_stream_are_found_in_any_order(photos: Path) -> None:
     opened, begun = open_images(str(photos)), []
-    stream = data_of_items(Spool(lambda: iter(begun.append(1) or opened)), "", "a stream")
+    stream = stream_of(Spool(lambda: iter(begun.append(1) or opened)))
     names = [*opened.names]
     for places in ([1], [2, 3], [0, 2], [3], []):
         assert [stream[place].name for place in places] == [names[place] for place in places]

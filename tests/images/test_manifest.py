@@ -25,7 +25,7 @@ from privlab.images import (
     read_manifest,
     to_csv,
 )
-from privlab.images.data import Spool, data_of_items
+from privlab.images.data import Spool
 
 A, B, C = (hashlib.sha256(name.encode()).hexdigest() for name in "abc")
 
@@ -119,7 +119,8 @@ def test_manifest_beside_positions(classes: Path, tmp_path: Path, choice: dict[s
 
 
 def stream(pictures: list[NamedImage], count: int | None = None) -> Data:
-    return data_of_items(Spool(lambda: iter(pictures)), "s/", "a stream", count=count)
+    items = Spool(lambda: iter(pictures), count)
+    return Data("a stream", items, "s/", range(len(items)))
 
 
 @pytest.fixture

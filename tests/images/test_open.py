@@ -288,7 +288,7 @@ def test_class_index_goes_before_a_label_that_is_a_word(folder: Path, tmp_path: 
         (["file,label", "b.png,-1"], r"line 2: label must be an integer from 0 on, of 64 bits. Found '-1'"),
         (["file,label", f"b.png,{2**63}"], "line 2: label must be an integer .* Found '9223372036854775808'"),
         (["file,label", "b.png,1.5"], "line 2: label must be an integer .* Found '1.5'"),
-        (["file,label", "b.png"], "line 2: label must be an integer .* Found None"),
+        (["file,label", "b.png"], "line 2: label must be an integer .* Found ''"),
         (["file,label", "b.png,1", "./b.png,2"], r"line 3: the file 'b.png' is listed twice"),
         (["file,label", "a.png,1"], "'a.png' could be 2 images; give the path, as in 'cat/a.png'"),
         (["file,label", "x.png,1"], "none of its 1 files is an image of the source, as 'cat/a.png' is"),
