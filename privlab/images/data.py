@@ -5,6 +5,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ class Data:
         bit_depth: as `read_image` takes it.
         container: path of the file that holds all images, where there is one.
         changes: what is applied to each image after it was read, in this order; no change reads the pixels.
+        turns: a class for each image; a limit takes the first image of each class, then the second of each, and so on.
         stated: the labels that a user stated, each with the place where; they must be classes of the victim.
     """
 
@@ -46,6 +48,7 @@ class Data:
     bit_depth: int | None = None
     container: Path | None = field(default=None, repr=False)
     changes: tuple[Callable[[NamedImage], NamedImage], ...] = field(default=(), repr=False)
+    turns: Sequence[object] = field(default=(), repr=False)
     stated: Sequence[tuple[str, Target]] = field(default=(), repr=False)
 
     @property
@@ -67,7 +70,16 @@ class Data:
 
     def choose(self, chosen: Sequence[int]) -> "Data":
         """Return the data of the images at some positions, in their order."""
-        return replace(self, places=[self.places[position] for position in chosen])
+        return replace(self, places=[self.places[position] for position in chosen], turns=())
+
+    def by_turns(self) -> "Data":
+        """Return the data with the first image of each class first, then the second of each, and so on."""
+        met: Counter[object] = Counter()
+        round_of: list[int] = []
+        for name in self.turns:
+            round_of.append(met[name])
+            met[name] += 1
+        return self.choose(sorted(range(len(round_of)), key=round_of.__getitem__)) if round_of else self
 
     def transform(self, change: Callable[[NamedImage], NamedImage]) -> "Data":
         """Return the data with `change` applied to each image; it changes no name, pixels or hash."""

@@ -12,7 +12,6 @@ from typing import Any
 from privlab.base import PrivlabError, check_name, unknown_name
 from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data, Spool
 from privlab.images.decode import one_line
-from privlab.images.sources import by_turns
 from privlab.images.targets import target_of
 
 
@@ -142,7 +141,7 @@ def _undecoded(value: Any, image_type: Any) -> Any:  # noqa: ANN401
         return error
 
 
-def parquet(path: Path, split: str | None = None, *, spread: bool = False, own_labels: bool = True) -> Data:
+def parquet(path: Path, split: str | None = None, *, own_labels: bool = True) -> Data:
     """Open a Parquet file that holds the bytes of one image in each row; it is read into memory.
 
     The bytes are in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `img`, `jpeg`,
@@ -151,7 +150,6 @@ def parquet(path: Path, split: str | None = None, *, spread: bool = False, own_l
     Args:
         path: path of the file.
         split: the rows that are used; None for all.
-        spread: whether the first image of each class comes first, then the second of each, and so on.
         own_labels: whether the file's labels are used; if not, it does not matter what they are.
 
     Raises:
@@ -191,8 +189,7 @@ def parquet(path: Path, split: str | None = None, *, spread: bool = False, own_l
     prefix = f"{path.name}/{split}/" if split else f"{path.name}/"
     description = f"{len(images)} images of {prefix[:-1]}"
     items = [(content or b"", target) for content, target in zip(images.to_pylist(), targets, strict=True)]
-    data = Data(description, items, prefix, range(len(items)), container=path)
-    return data.choose(by_turns(targets)) if spread else data
+    return Data(description, items, prefix, range(len(items)), container=path, turns=targets)
 
 
 @cache

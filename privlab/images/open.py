@@ -68,7 +68,8 @@ def open_images(
     check_choice(limit, every, offset, manifest)
     check_bit_depth(bit_depth)
     spread = (limit, every, offset) != (None, None, None)
-    opened = _open(source, split, class_to_index, spread=spread, own_labels=labels is None)
+    opened = _open(source, split, class_to_index, own_labels=labels is None)
+    opened = opened.by_turns() if spread else opened
     if bit_depth is not None:
         described = f"{opened.description}, files of 16 bits read as {bit_depth}"
         opened = replace(opened, description=described, bit_depth=bit_depth)
@@ -85,27 +86,22 @@ def _open(
     split: str | None,
     class_to_index: Mapping[str, int] | None,
     *,
-    spread: bool,
     own_labels: bool,
 ) -> Data:
-    if isinstance(source, Sequence) and not isinstance(source, str) and len(source) == 1:
-        source = source[0]
-    if isinstance(source, str) and source.startswith("torchvision:"):
-        return datasets.torchvision(source.removeprefix("torchvision:"), split)
-    if isinstance(source, str) and source.startswith("hf:"):
-        return datasets.hugging_face(source.removeprefix("hf:"), split)
-    if isinstance(source, str | Path) and source != "samples":
-        path = Path(source)
-        if path.is_dir():
-            return sources.folder(path, split, class_to_index, spread=spread)
-        if path.suffix == ".parquet" and path.is_file():
-            return datasets.parquet(path, split, spread=spread, own_labels=own_labels)
-    if isinstance(source, Data):
-        opened = source
-    elif source == "samples":
-        opened = sources.samples()
+    several = [source] if isinstance(source, str | Path | Data) else source
+    first = several[0] if len(several) == 1 else None
+    if isinstance(first, str) and first.startswith("torchvision:"):
+        return datasets.torchvision(first.removeprefix("torchvision:"), split)
+    if isinstance(first, str) and first.startswith("hf:"):
+        return datasets.hugging_face(first.removeprefix("hf:"), split)
+    if isinstance(first, str | Path) and first != "samples" and Path(first).is_dir():
+        return sources.folder(Path(first), split, class_to_index)
+    if isinstance(first, str | Path) and Path(first).suffix == ".parquet" and Path(first).is_file():
+        return datasets.parquet(Path(first), split, own_labels=own_labels)
+    if isinstance(first, Data):
+        opened = first
     else:
-        opened = sources.files([Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source])
+        opened = sources.samples() if first == "samples" else sources.files([Path(path) for path in several])
     if split is not None:
         found = opened.description if isinstance(source, Data) else source
         raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {found}.")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -96,17 +95,13 @@ def files(paths: Sequence[Path]) -> Data:
     return Data(description, tuple(paths), names, range(len(paths)))
 
 
-def folder(
-    root: Path, split: str | None = None, class_to_index: Mapping[str, int] | None = None, *, spread: bool = False
-) -> Data:
+def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, int] | None = None) -> Data:
     """Open a folder, flat or with one sub-folder per class; the names of the images are their paths below it.
 
     Args:
         root: the folder.
         split: the sub-folder with the images; None if it is `root` itself.
         class_to_index: as `open_images` takes it.
-        spread: whether the first image of each class comes first, then the second of each, and so on; otherwise images
-            come in the order of their paths.
 
     Raises:
         PrivlabError: if the folder or the split is not there or cannot be listed, holds no image, or holds splits of
@@ -134,19 +129,9 @@ def folder(
         )
     names = tuple(path.relative_to(root).as_posix() for path in paths)
     description = f"folder {base}: {len(paths)} images, {rule}"
-    data = Data(description, tuple(paths), names, range(len(paths)), class_names)
-    data = data.label([indices.get(top) for top in tops], "folder")
-    return data.choose(by_turns(tops)) if spread and folders else data
-
-
-def by_turns(labels: Sequence[object]) -> list[int]:
-    """Return the places of all labels: the first of each label, then the second of each, and so on."""
-    met: Counter[object] = Counter()
-    turns = []
-    for label in labels:
-        turns.append(met[label])
-        met[label] += 1
-    return sorted(range(len(turns)), key=turns.__getitem__)
+    turns = tops if folders else ()
+    data = Data(description, tuple(paths), names, range(len(paths)), class_names, turns=turns)
+    return data.label([indices.get(top) for top in tops], "folder")
 
 
 def _classes(
