@@ -14,7 +14,7 @@ from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation.applicable import AttackGroup, applicable
 from privlab.evaluation.records import Rows
 from privlab.evaluation.specification import Specification, defense_of, reassembly_of
-from privlab.images import Data, Preprocessing, open_images
+from privlab.images import Data, Preprocessing, open_images, problem_of_label
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.threat import CLIENT_PRESETS
@@ -111,8 +111,9 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
         check=check,
     )
     classes = [base.model.classes for base in victims if base.model.classes]
-    if classes and spec.labels is None:
-        source.check_labels(min(classes))
+    for where, target in source.stated if classes and spec.labels is None else ():
+        if problem := problem_of_label(target, min(classes)):
+            raise PrivlabError(f"{where}: {problem}")
     _check_enough(source, spec)
     return source
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from privlab.base import PrivlabError
 from privlab.images.decode import LabelOrigin, NamedImage, Target, file_hash, one_line, read_image
-from privlab.images.targets import problem_of_label, target_of
+from privlab.images.targets import target_of
 
 IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
 LABEL_COLUMNS = ("label", "fine_label")
@@ -94,16 +94,6 @@ class Data:
             return image if target is None else image.labelled(target, origin)
 
         return self.transform(change)
-
-    def check_labels(self, classes: int) -> None:
-        """Check that the labels that a user stated are those of a victim with so many classes.
-
-        Raises:
-            PrivlabError: for a label that is out of range.
-        """
-        for where, target in self.stated:
-            if problem := problem_of_label(target, classes):
-                raise PrivlabError(f"{where}: {problem}")
 
     def without_pixels(self) -> Iterator[NamedImage]:
         """Yield each image without its pixels; whole files are hashed without being decoded."""

@@ -17,7 +17,12 @@ from privlab.images.targets import target_of
 
 def torchvision(name: str, split: str | None = None) -> Data:
     """Open one of torchvision's datasets by the name of its class; it is downloaded where it is not there."""
-    cls = _torchvision_class(name)
+    from torchvision import datasets
+
+    bases = {"VisionDataset", "DatasetFolder", "ImageFolder"}
+    exported = {key: getattr(datasets, key) for key in datasets.__all__ if key not in bases}
+    check_name("torchvision dataset", name, [key for key, value in exported.items() if inspect.isclass(value)])
+    cls = exported[name]
     root = Path(os.environ.get("PRIVLAB_DATA") or "~/.cache/privlab").expanduser()
     parameters = _parameters(cls)
     arguments, used = _torchvision_arguments(name, parameters, split)
@@ -29,7 +34,12 @@ def torchvision(name: str, split: str | None = None) -> Data:
             f"torchvision's {name} also needs {', '.join(missing)}; of such arguments, privlab gives split only."
         )
     try:
-        dataset = _construct(cls, arguments, "download" in parameters)
+        try:
+            dataset = cls(**arguments)
+        except (RuntimeError, OSError):  # the data are not there
+            if "download" not in parameters:
+                raise
+            dataset = cls(**arguments, download=True)
     except Exception as error:  # no network, no such split, a broken archive: each class raises its own errors
         raise PrivlabError(
             f"Cannot open torchvision's {name}, looked for in '{root}' (set PRIVLAB_DATA to change it): "
@@ -44,16 +54,6 @@ def class_names_of(dataset: object) -> tuple[str, ...] | None:
     """Return the names of a dataset's classes; None where it states none."""
     classes = getattr(dataset, "classes", None)
     return tuple(map(str, classes)) if isinstance(classes, Sequence) else None
-
-
-def _torchvision_class(name: str) -> type:
-    from torchvision import datasets
-
-    bases = {"VisionDataset", "DatasetFolder", "ImageFolder"}
-    exported = {key: getattr(datasets, key) for key in datasets.__all__ if key not in bases}
-    classes = {key: value for key, value in exported.items() if inspect.isclass(value)}
-    check_name("torchvision dataset", name, classes)
-    return classes[name]
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
@@ -79,15 +79,6 @@ def _torchvision_arguments(
     if split is not None:
         raise PrivlabError(f"torchvision's {name} has no splits. Found split '{split}'; leave it out.")
     return {}, None
-
-
-def _construct(cls: type, arguments: Mapping[str, Any], downloads: bool) -> Any:  # noqa: ANN401
-    try:
-        return cls(**arguments)
-    except (RuntimeError, OSError):  # the data are not there
-        if not downloads:
-            raise
-        return cls(**arguments, download=True)
 
 
 def hugging_face(name: str, split: str | None = None) -> Data:

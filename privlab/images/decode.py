@@ -126,9 +126,8 @@ def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = 
         elif isinstance(source, Exception):
             raise source
         else:
-            raise PrivlabError(
-                "No image in this row." if source is None else f"Not an image but a {type(source).__name__}."
-            )
+            problem = "No image in this row." if source is None else f"Not an image but a {type(source).__name__}."
+            raise PrivlabError(problem)
     except PrivlabError as error:
         return NamedImage(name, digest, None, problem=str(error))
     except Exception as error:  # on a damaged file, Pillow raises nearly anything, also when pixels are first used
@@ -238,12 +237,14 @@ def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int,
             _check_frames(image)
             mode = _raw_mode(image)
             image.load()
-            if image.format == "PNG":
-                _check_end(data)
+            if image.format == "PNG":  # Pillow decodes one that lacks its last bytes without a word
+                with Image.open(io.BytesIO(data), formats=("PNG",)) as again:
+                    again.verify()
             levels = None
             if ";16" in mode and image.mode in ("RGB", "RGBA"):
                 image, levels = _from_colours(image, data, mode, bit_depth)
-            _turn_upright(image)
+            with suppress(Exception):  # a corrupt EXIF block: no orientation that could be applied
+                ImageOps.exif_transpose(image, in_place=True)
             if mode == "I;12":  # a TIFF that states its depth
                 return _rgb(image, 12)[0], None
             pixels, of_grey = _rgb(image, bit_depth)
@@ -253,12 +254,6 @@ def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int,
     except Image.DecompressionBombError as error:  # Pillow's own limit is higher than ours
         found = one_line(error).split(" exceeds")[0]
         raise PrivlabError(f"{found} by its header; {PIXEL_LIMIT}") from None
-
-
-def _check_end(data: bytes) -> None:
-    # Pillow decodes a PNG that lacks its last bytes without a word.
-    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-        image.verify()
 
 
 def _check_size(image: Image.Image) -> None:
@@ -277,11 +272,6 @@ def _check_frames(image: Image.Image) -> None:
     # In the MPO files of phones, the further frames are a preview or a brightness map of the first.
     if frames > 1 and image.format != "MPO":
         raise PrivlabError(f"{frames} frames; only still images are read.")
-
-
-def _turn_upright(image: Image.Image) -> None:
-    with suppress(Exception):  # a corrupt EXIF block: no orientation that could be applied
-        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _raw_mode(image: ImageFile) -> str:

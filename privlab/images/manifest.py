@@ -37,11 +37,6 @@ class Entry:
     member: str | None
     line: int
 
-    def labelled(self, image: NamedImage) -> NamedImage:
-        """Return an image with what the line says of its label and its membership."""
-        image = replace(image, member=self.member)
-        return image if self.origin is None else image.labelled(self.target, self.origin)
-
 
 def to_csv(images: Iterable[NamedImage]) -> str:
     """Return the manifest of images: one line for each hash, with the name and the label of its first image.
@@ -189,7 +184,13 @@ def choose_images(data: Data, path: Path, *, check: bool = True) -> Data:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     described = f"{data.description}; {len(entries)} of them chosen by {path.name} (SHA-256 {digest[:16]})"
     chosen = data.choose([position_of[entry.name] for entry in entries])
-    chosen = chosen.transform(lambda image: by_name[as_text(image.name)].labelled(image))
+
+    def change(image: NamedImage) -> NamedImage:
+        entry = by_name[as_text(image.name)]
+        image = replace(image, member=entry.member)
+        return image if entry.origin is None else image.labelled(entry.target, entry.origin)
+
+    chosen = chosen.transform(change)
     for entry, image in zip(entries, chosen.without_pixels() if check else (), strict=check):
         if image.sha256 != entry.sha256:
             problem = f"is {image.sha256[:12]}…" if image.sha256 else "cannot be had, for it cannot be read"

@@ -78,7 +78,16 @@ def open_images(
         opened = choose_images(opened, Path(manifest), check=check)
     if labels not in (None, "predicted"):
         opened = relabel(opened, Path(labels))
-    return _take(opened, limit, every, offset) if spread else opened
+    start, step = offset or 0, every or 1
+    if start:
+        try:
+            opened[start]
+        except IndexError:
+            number = f" of {opened.description}" if opened.count is None else f", {opened.count}"
+            raise PrivlabError(f"offset must be less than the number of images{number}. Found {start}.") from None
+    if (every, offset) != (None, None):
+        opened = replace(opened, description=f"{opened.description}; one in {step}, from position {start} on")
+    return replace(opened, places=opened.places[start : None if limit is None else start + step * limit : step])
 
 
 def _open(
@@ -106,25 +115,6 @@ def _open(
         found = opened.description if isinstance(source, Data) else source
         raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {found}.")
     return opened
-
-
-def _take(data: Data, limit: int | None, every: int | None, offset: int | None) -> Data:
-    """Return every `every`-th image from `offset` on, `limit` of them.
-
-    Raises:
-        PrivlabError: if there is no image at `offset`; a stream is read up to there.
-    """
-    start, step = offset or 0, every or 1
-    end, described = None if limit is None else start + step * limit, data.description
-    if start:
-        try:
-            data[start]
-        except IndexError:
-            number = f" of {described}" if data.count is None else f", {data.count}"
-            raise PrivlabError(f"offset must be less than the number of images{number}. Found {start}.") from None
-    if (every, offset) != (None, None):
-        described += f"; one in {step}, from position {start} on"
-    return replace(data, description=described, places=data.places[start:end:step])
 
 
 @dataclass(frozen=True)
@@ -187,10 +177,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Readable images with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
-
-    The `named` images have dropped their `pixels`.
-    """
+    """Readable images, which left their preprocessed pixels in `images`, and the unreadable ones met on the way."""
 
     named: tuple[NamedImage, ...]
     images: Float[Tensor, "b c h w"]
@@ -230,9 +217,9 @@ def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing, size: in
     for image in found:
         if image.pixels is None:
             failed.append(image)
-            continue
-        images.append(preprocessing(image.pixels))
-        fine.append(replace(image, pixels=None))
+        else:
+            images.append(preprocessing(image.pixels))
+            fine.append(replace(image, pixels=None))
         if len(fine) == size:
             break
     empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)

@@ -73,15 +73,12 @@ def _is_of_shares(row: object) -> bool:
 
 
 def _checked(label: Any, place: int, what: str, strict: bool) -> Target:  # noqa: ANN401
-    target = target_of(label)
-    found = label.tolist() if hasattr(label, "dtype") else label
-    of_shares = _is_of_shares(found)
-    if target is not None or found is None or not (strict or of_shares):
+    target, found = target_of(label), label.tolist() if hasattr(label, "dtype") else label
+    if target is not None or found is None or not (strict or _is_of_shares(found)):
         return target
-    if of_shares:
-        negative = [share for share in found if share < 0]
-        found = f"a row with {negative[0]:.4g}" if negative else f"a row with the sum {sum(found):.4g}"
-    shown = found if of_shares else reprlib.repr(found)
+    shown = reprlib.repr(found)
+    if _is_of_shares(found):
+        shown = f"a row with {min(found):.4g}" if min(found) < 0 else f"a row with the sum {sum(found):.4g}"
     raise PrivlabError(f"{what}: each label must be {ACCEPTED}. Found {shown} for image {place}.")
 
 

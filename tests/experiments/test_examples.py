@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Generator
 
+import privlab
 from privlab.base import PrivlabError
 from privlab.experiments.training import reading
 from privlab.experiments.training.examples import Augmentation, _shift
@@ -145,7 +146,7 @@ def test_lists_of_a_parquet_file_are_multi_label_targets_and_remain_so_in_a_mani
     again = [*open_images(path, manifest=tmp_path / "m.csv")]
     assert [each.targets for each in again] == [(0, 3), (), None]
     with pytest.raises(PrivlabError, match=r"line 2.*3.*3 classes"):
-        open_images(path, manifest=tmp_path / "m.csv").check_labels(3)
+        privlab.attack("vit_ti", path, manifest=tmp_path / "m.csv", weights="random", classes=3, progress=False)
 
 
 def test_labels_of_a_parquet_file_may_be_empty_or_whole_floats(tmp_path: Path) -> None:
