@@ -17,7 +17,7 @@ from typing import Any
 
 from privlab.base import PrivlabError, read_text
 from privlab.benchmark import TRACKS, Standing, entries, standings
-from privlab.benchmark.entries import defense_entries
+from privlab.benchmark.results import defense_entries
 from privlab.benchmark.standing import CONCLUDED, IDENTITY, PACKAGE, Recognised, evidence, hash_of
 from privlab.evaluation import CONTROL
 

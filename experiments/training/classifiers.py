@@ -23,6 +23,7 @@ from privlab.experiments.training.classifier_names import CLASSIFIERS, check_cla
 from privlab.experiments.training.relative_attention import TABLE, RelativeBlock
 from privlab.images import Preprocessing
 from privlab.patches import slots_to_pixels
+from privlab.victims import from_any_layout, own_layout
 from privlab.victims import weights as stored
 from privlab.victims.model import VictimModel, check_classifies
 from privlab.victims.named import UnknownOrigin, Victim, Weights, resolve, victim, weights_file
@@ -322,7 +323,7 @@ def classifier(
     if path is not None and state is not None:
         origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
         whence = _fill(model, state, name, path.name, resize=img_size is not None)
-    facts = Weights(origin, stored.hash_of(stored.own_layout(model)), whence)
+    facts = Weights(origin, stored.hash_of(own_layout(model)), whence)
     return NamedClassifier(name, architecture, model.eval().requires_grad_(False), preprocessing, facts)
 
 
@@ -370,7 +371,7 @@ def _build(
 
 def _fill(model: TimmClassifier, state: stored.State, name: str, source: str, *, resize: bool) -> UnknownOrigin | None:
     """Load weights in timm's, privlab's, Swin's authors' or the MJP authors' layout; return where E_unk comes from."""
-    state = stored.from_any_layout(state)
+    state = from_any_layout(state)
     table, pe = state.pop("absolute_pos_embed.weight", None), state.pop("absolute_pos_embed", None)
     pe, unknown = state.pop("pos_embed", pe), state.pop("unk_embed", None)
     if table is not None:  # N patches, and unknown (last)

@@ -41,7 +41,7 @@ from privlab.experiments.training.reading import read_examples
 from privlab.images import open_images
 from privlab.reassembly import PositionPredictor, save_predictor
 from privlab.training import Listener
-from privlab.victims import Victim, victim
+from privlab.victims import Victim, own_layout, victim
 from privlab.victims import weights as stored
 
 CARD, WEIGHTS, PREDICTOR, PROBE = "card.json", "model.safetensors", "predictor.safetensors", "probe.safetensors"
@@ -305,7 +305,7 @@ def _write(
     kept = not isinstance(recipe.objective, Probe) or recipe.objective.for_victim
     if head is not None and kept and isinstance(network, Victim):
         network.model.vit.head.load_state_dict(head.state_dict())
-    state = {k: v.detach().cpu().contiguous() for k, v in stored.own_layout(network.model).items()}
+    state = {k: v.detach().cpu().contiguous() for k, v in own_layout(network.model).items()}
     card: dict[str, Any] = {
         "model": config.model,
         "architecture": network.architecture,

@@ -2,10 +2,10 @@ from .cards import TEMPLATES as TEMPLATES
 from .cards import Card as Card
 from .cards import read_card as read_card
 from .cards import write_template as write_template
-from .entries import entries as entries
 from .page import site_files as site_files
 from .page import write_site as write_site
 from .results import Result as Result
+from .results import entries as entries
 from .results import read_result as read_result
 from .rule import standings as standings
 from .standing import Standing as Standing

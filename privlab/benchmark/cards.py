@@ -7,19 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks
-from privlab.base import (
-    PrivlabError,
-    check_name,
-    check_range,
-    first,
-    parse_toml,
-    plain_data,
-    read_text,
-    unknown_name,
-    write_whole,
-)
+from privlab.base import PrivlabError, check_name, check_range, first, plain_data, read_text, write_whole
 from privlab.benchmark.tracks import BUNDLED, TRACKS, VERSION, Track, photographs, track
 from privlab.defenses import DEFENSES, Undefended, defenses
+from privlab.grids.toml_file import TomlFile
 from privlab.report.tables import DETERMINISTIC
 from privlab.report.tables.knowledge import AGGREGATION
 from privlab.threat import acts_on, defense_declarations
@@ -112,28 +103,27 @@ class Card:
         return self.victim or self.of.victims[0].name
 
 
-_NUMBER = (int, float)
 _TEXTS = ("track", "version", "kind", "name", "paper", "uses", "plugin", "reconstructions", "releases", "victim")
-_KEYS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+_RIGHT: Mapping[str, Mapping[str, str]] = {
     "": {
-        **dict.fromkeys(_TEXTS, (str,)),
-        **dict.fromkeys(("parameters", "utility", "reported"), (dict,)),
-        "against": (list,),
-        "secret_bits": _NUMBER,
-        "epsilon": (*_NUMBER, str),
+        **dict.fromkeys(_TEXTS, "a text"),
+        **dict.fromkeys(("parameters", "utility", "reported"), "a table"),
+        "against": "a list of names",
+        "secret_bits": "a number",
+        "epsilon": 'a number or "none"',
     },
-    "utility": {"measure": (str,), "how": (str,), "value": _NUMBER},
-    "reported": {"claim": (str,), "metric": (str,), "value": _NUMBER},
+    "utility": {"measure": "a text", "how": "a text", "value": "a number"},
+    "reported": {"claim": "a text", "metric": "a text", "value": "a number"},
 }
-"""The types of the keys of a card, and of its tables."""
+"""What the values of a card, and of its tables, must be."""
 
 _NEEDED: Mapping[str, Sequence[str]] = {
-    "": ("track", "version", "kind", "name", "paper"),
-    "defense": ("secret_bits", "epsilon", "utility"),
+    "attack": ("track", "version", "kind", "name", "paper"),
+    "defense": ("track", "version", "kind", "name", "paper", "secret_bits", "epsilon", "utility"),
     "utility": ("measure", "how"),
     "reported": ("claim",),
 }
-"""The keys that must be stated; a defense states more than an attack."""
+"""The keys that must be stated, by the kind of the card, or in one of its tables."""
 
 
 def read_card(path: Path) -> Card:
@@ -148,30 +138,29 @@ def read_card(path: Path) -> Card:
 
 def parse_card(text: str, path: Path) -> Card:
     """Return the card that a text in TOML states, checked as `read_card` does; `path` is the file that holds it."""
-    where = str(path)
-    given = parse_toml(text, where)
-    _check_keys(given, "", where, [*_NEEDED[""], *_NEEDED.get(str(given.get("kind")), ())])
+    file = TomlFile.parse(path, text, _RIGHT)
+    given = file.data
+    _check_stated(file, "", given, _NEEDED["defense" if given.get("kind") == "defense" else "attack"])
     for table in ("utility", "reported"):
         if table in given:
-            _check_keys(given[table], table, f"{where}, [{table}]", _NEEDED[table])
+            file.check(given[table], table)
+            _check_stated(file, table, given[table], _NEEDED[table])
     track, kind = given["track"], given["kind"]
     for name, known in (("track", TRACKS), ("kind", TEMPLATES)):
-        if given[name] not in known:
-            raise PrivlabError(f"{where}: {unknown_name(name, given[name], known)}")
+        with file.at("", 0, name):
+            check_name(name, given[name], known)
     if given["version"] != VERSION:
         raise PrivlabError(
-            f"{where} is an entry of version '{given['version']}', and this package has the tracks of '{VERSION}': "
+            f"{path} is an entry of version '{given['version']}', and this package has the tracks of '{VERSION}': "
             f"install the privlab that has them, or state version = '{VERSION}' and submit again."
         )
     if kind == "attack" and given.get("reconstructions") and len(given.get("against", ())) != 1:
-        raise PrivlabError(f'{where}: reconstructions must be of one defense. Name its entry by against = ["NAME"].')
+        raise PrivlabError(f'{path}: reconstructions must be of one defense. Name its entry by against = ["NAME"].')
     if given.get("releases") and (kind, track) != ("defense", "gradients"):
         raise PrivlabError(
-            f"{where}: recorded releases are only supported for a defense on the track 'gradients'. Found an entry "
+            f"{path}: recorded releases are only supported for a defense on the track 'gradients'. Found an entry "
             f"of kind '{kind}' on the track '{track}'."
         )
-    if isinstance(given.get("epsilon"), str) and given["epsilon"] != "none":
-        raise PrivlabError(f"{where}: epsilon must be a number or \"none\". Found '{given['epsilon']}'.")
     if "secret_bits" in given:
         given["secret_bits"] = float(given["secret_bits"])
     card = Card(**given, text=text, folder=path.parent)
@@ -181,16 +170,10 @@ def parse_card(text: str, path: Path) -> Card:
     return card
 
 
-def _check_keys(given: Mapping[str, Any], table: str, where: str, needed: Sequence[str]) -> None:
-    types = _KEYS[table]
-    for name, value in given.items():
-        if name not in types:
-            raise PrivlabError(f"{where}: {unknown_name('key of a card', name, types)}")
-        if not isinstance(value, types[name]) or isinstance(value, bool):
-            words = " or ".join(each.__name__ for each in types[name])
-            raise PrivlabError(f"{where}: {name} must be of type {words}. Found {value!r}.")
+def _check_stated(file: TomlFile, table: str, given: Mapping[str, Any], needed: Sequence[str]) -> None:
     if lacking := [name for name in needed if given.get(name) in (None, "")]:
-        raise PrivlabError(f"{where} does not state {lacking[0]}. Give {', '.join(needed)}.")
+        where = f"[{table}]" if table else "the card"
+        raise file.refuse(f"{where} does not state {lacking[0]}. Give {', '.join(needed)}.", table)
 
 
 def _check_clients(card: Card) -> None:

@@ -17,8 +17,8 @@ from torchvision.transforms.functional import to_tensor
 
 from privlab.base import PrivlabError, sha256_of
 from privlab.benchmark.cards import Card
-from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.measure import Measurement, as_kept, row_of
+from privlab.benchmark.results import defense_entries
 from privlab.benchmark.tracks import BUNDLED, Track, photographs
 from privlab.evaluation import CONTROL, Record, applicable, attempt, score_images, victim_of
 from privlab.images import NamedImage, open_images

@@ -266,7 +266,7 @@ class Measurement:
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary, "run") if self.out is None else self._directory(spec, name)
                 done = execute(whole, path, strips=self.out is not None and part == BUNDLED, engine=self.engine)
-            found.append(done.records.loc[done.records.image_sha256.isin(counted)])
+                found.append(done.records.loc[done.records.image_sha256.isin(counted)])  # read while the run is there
         records = pd.concat(found, ignore_index=True).assign(case=case_label(case, setting))
         if setting == "c" and self.card.clients > 1:  # secure aggregation is a setting of the clients
             records = records.assign(defense=AGGREGATION, defense_params=json.dumps(dict(self.card.parameters)))

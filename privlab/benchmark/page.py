@@ -11,9 +11,8 @@ from jinja2 import Environment, StrictUndefined
 
 from privlab.base import first, write_whole
 from privlab.benchmark.cards import UNDEFENDED, Card
-from privlab.benchmark.judged import LEVEL, Judged, highest, shown_images
 from privlab.benchmark.results import Result
-from privlab.benchmark.rule import FEW, standings
+from privlab.benchmark.rule import FEW, LEVEL, Judged, highest, shown_images, standings
 from privlab.benchmark.standing import Standing
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
 from privlab.evaluation import CONTROL

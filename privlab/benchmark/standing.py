@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from privlab.benchmark.judged import Judged
     from privlab.benchmark.results import Result
+    from privlab.benchmark.rule import Judged
 
 PACKAGE = Path(str(files("privlab.experiments") / "benchmark"))
 """The folder of the entries that come with privlab: cards/*.toml and results/*.json, packed in results.tar.xz."""
@@ -179,7 +179,7 @@ def listed(folders: Sequence[Path] = ()) -> list[Standing]:
     """
     if not folders and (kept := concluded_rows()):
         return [*kept]
-    from privlab.benchmark.entries import entries  # these import torch
+    from privlab.benchmark.results import entries  # these import torch
     from privlab.benchmark.rule import standings
 
     return standings(entries(folders))

@@ -14,13 +14,21 @@ from torch.nn.functional import cosine_similarity
 
 from privlab.base import PrivlabError, collect_warnings, draw_for, versions
 from privlab.benchmark.cards import UNDEFENDED, Card, instances
-from privlab.benchmark.entries import defense_entries, of_package
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
-from privlab.benchmark.judged import conclude, judge
 from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
 from privlab.benchmark.page import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
-from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
+from privlab.benchmark.results import (
+    FORMAT,
+    Result,
+    defense_entries,
+    from_rows,
+    of_package,
+    plain,
+    to_rows,
+    write_result,
+)
+from privlab.benchmark.rule import conclude, judge
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.defenses import DEFENSES
 from privlab.evaluation import Specification, public_images, victim_of

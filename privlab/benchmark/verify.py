@@ -9,11 +9,10 @@ import pandas as pd
 
 from privlab.base import PrivlabError, check_range, collect_warnings
 from privlab.benchmark.cards import Card, instances
-from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.judged import check_concluded, conclude
 from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.plugins import check_source, installed
-from privlab.benchmark.results import Result, read_result
+from privlab.benchmark.results import Result, defense_entries, read_result
+from privlab.benchmark.rule import check_concluded, conclude
 from privlab.benchmark.submit import checks_of, worth_of
 from privlab.benchmark.tracks import BUNDLED, TrackCase, photographs
 from privlab.benchmark.weights import measure_keys

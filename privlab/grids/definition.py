@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, check_name
+from privlab.base import PrivlabError, check_name, read_text
 from privlab.evaluation import Specification
 from privlab.evaluation.lpips_choice import choose_lpips, named_lpips
 from privlab.grids.specify import specify
@@ -174,7 +174,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
     Raises:
         PrivlabError: for unknown keys, wrong types, or impossible cases, with the line and the nearest valid name.
     """
-    file = TomlFile.read(path, "experiment", _TABLES, overrides)
+    file = TomlFile.parse(path, read_text(path, "experiment"), _TABLES, overrides)
     data = file.data
     paper, own = data.get("paper", {}), data.get("run", {})
     file.check(paper, "paper")

@@ -16,7 +16,7 @@ from timm.models import get_pretrained_cfg
 from torchvision.transforms.functional import to_tensor
 
 import privlab
-from privlab.base import PrivlabError, check_name, check_range
+from privlab.base import PrivlabError, check_name, check_range, read_text
 from privlab.evaluation import (
     CONTROL,
     GEOMETRIES,
@@ -93,7 +93,7 @@ class _Stated:
         facts = run.read_run()
         if "experiment" not in facts:
             raise PrivlabError(f"'{run.path}' holds no experiment: give a directory that `privlab table` wrote.")
-        file = TomlFile.read(path, "external result", {"": _RIGHT})
+        file = TomlFile.parse(path, read_text(path, "external result"), {"": _RIGHT})
         _check(file)
         places, data = case_names(facts["cases"]), file.data
         with file.at("", 0, "case"):

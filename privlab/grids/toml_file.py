@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from privlab.base import PrivlabError, check_name, check_range, parse_toml, read_text
+from privlab.base import PrivlabError, check_name, check_range, parse_toml
 from privlab.evaluation import GEOMETRIES
 
 
@@ -23,6 +23,7 @@ RIGHT: Mapping[str, Callable[[Any], object]] = {
     ANYTHING: lambda value: True,
     "a text": lambda value: isinstance(value, str),
     "a table of METRIC = NUMBER": lambda value: isinstance(value, dict) and value,
+    "a list of names": lambda value: list_of(str, value),
     "a list of texts": lambda value: isinstance(value, str) or list_of(str, value),
     "a table": lambda value: isinstance(value, dict),
     "true or false": lambda value: isinstance(value, bool),
@@ -30,6 +31,7 @@ RIGHT: Mapping[str, Callable[[Any], object]] = {
     "a positive whole number": lambda value: type(value) is int and value > 0,
     "a list of whole numbers": lambda value: value and list_of(int, value),
     "a number": lambda value: type(value) in (int, float),
+    'a number or "none"': lambda value: type(value) in (int, float) or value == "none",
     "a number in (0, 1)": lambda value: type(value) is float and 0 < value < 1,
     "the name of one victim": lambda value: isinstance(value, str) and value and "," not in value,
     "a, b or c": lambda value: isinstance(value, str) and value and "," not in value,
@@ -59,18 +61,17 @@ class TomlFile:
     places: dict[tuple[str, int, str], str]
 
     @classmethod
-    def read(
-        cls, path: Path, what: str, right: Mapping[str, Mapping[str, str]], overrides: Sequence[str] = ()
+    def parse(
+        cls, path: Path, text: str, right: Mapping[str, Mapping[str, str]], overrides: Sequence[str] = ()
     ) -> "TomlFile":
-        """Read a file and check what stands in no table.
+        """Check what stands in no table of a text in TOML, and return its data.
 
         Args:
-            path: the file.
-            what: the word for it in errors.
+            path: the file that holds the text.
+            text: the text.
             right: what the values must be.
             overrides: TABLE.KEY=VALUE, with the value in TOML; they replace what the file states.
         """
-        text = read_text(path, what)
         file = cls(path, parse_toml(text, str(path)), right, {})
         table, number, count, nested = "", 0, Counter[str](), False
         for line, words in enumerate(text.splitlines(), 1):

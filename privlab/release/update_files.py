@@ -14,7 +14,7 @@ from privlab.release.effects import AnyDefense
 from privlab.release.gradient_file import GradientFile, check_fit
 from privlab.release.local_training import rounding_deviation, trained_parameters, update_capabilities
 from privlab.threat import Client, Observation
-from privlab.victims import VictimModel, check_floats, from_any_layout, warn_of_integers
+from privlab.victims import VictimModel, by_order, check_floats, from_any_layout, warn_of_integers
 
 _FEW = 3  # the most parameters that are listed as those which did not move
 
@@ -42,13 +42,14 @@ def update_between(
     Warns:
         PrivlabWarning: for other integer tensors of the second one alone, which are left aside.
     """
-    states, integers = [from_any_layout(state) for state in (before, after)], list[set[str]]()
+    states, integers = [by_order(from_any_layout(state), [*weights]) for state in (before, after)], list[set[str]]()
     for name, state in zip(names, states, strict=True):
         check_floats({key: state[key] for key in weights if key in state}, f"'{name}'")
         integers.append({key for key, tensor in state.items() if not tensor.is_floating_point()})
     short = [Path(name).name for name in names]
     warn_of_integers(integers[1] - integers[0], short[1])
     old, new = ({k: state[k] for k in state if k not in left} for state, left in zip(states, integers, strict=True))
+    new = _with_difference(old, new, short[1])
     check_trained(old, new, names)
     for name, state in zip(names, (old, new), strict=True):
         if broken := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
@@ -56,6 +57,23 @@ def update_between(
             raise PrivlabError(f"The weights '{name}' must be finite. Found NaN or infinity in {first(broken)}: {why}.")
     update = {name: (old[name].double() - new[name].double()).float() for name in old}
     return GradientFile(" → ".join(short), update, images, "mean")
+
+
+def _with_difference(old: Mapping[str, Tensor], new: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the weights after training; where a difference to those before was sent, it is added, and said.
+
+    Trained weights are nearer to those before than to zero, ‖θ′ − θ‖ < ‖θ′‖, and a difference of them is not.
+    """
+    if old.keys() != new.keys() or any(old[key].shape != new[key].shape for key in old):
+        return new  # refused below
+    sizes = torch.tensor([float(new[key].double().norm()) for key in new])
+    moved = torch.tensor([float((new[key].double() - old[key].double()).norm()) for key in new])
+    if not moved.norm() > sizes.norm() > 0:
+        return new
+    warn(
+        f"{name} was read as the difference of the weights after and before, as it is nearer to zero than to those.", 4
+    )
+    return {key: (old[key].double() + new[key].double()) for key in new}
 
 
 def update_observation(

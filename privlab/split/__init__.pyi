@@ -12,4 +12,4 @@ from .protocol.security import make_token as make_token
 from .protocol.security import read_token as read_token
 from .server.server import Server as Server
 from .server.server import serve as serve
-from .server.session_registry import Limits as Limits
+from .server.session import Limits as Limits

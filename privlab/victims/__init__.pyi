@@ -14,7 +14,11 @@ from .first_block import PreNormBlock as PreNormBlock
 from .first_block import first_block as first_block
 from .first_block import why_no_plain_block as why_no_plain_block
 from .hugging_face import as_timm as as_timm
-from .hugging_face import timm_names as timm_names
+from .layouts import bare_name as bare_name
+from .layouts import by_order as by_order
+from .layouts import from_any_layout as from_any_layout
+from .layouts import own_layout as own_layout
+from .layouts import timm_names as timm_names
 from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin
@@ -29,14 +33,11 @@ from .names import check_victim_name as check_victim_name
 from .names import check_weights_file as check_weights_file
 from .names import victim_names as victim_names
 from .weights import WeightsUnavailable as WeightsUnavailable
-from .weights import bare_name as bare_name
 from .weights import cache_folder as cache_folder
 from .weights import check_floats as check_floats
-from .weights import from_any_layout as from_any_layout
 from .weights import hash_of as hash_of
 from .weights import misfits as misfits
 from .weights import offline as offline
-from .weights import own_layout as own_layout
 from .weights import pretrained_file as pretrained_file
 from .weights import reachable as reachable
 from .weights import read_state as read_state

@@ -9,6 +9,7 @@ from typing import Any
 
 from privlab.base import PrivlabError, unknown_name, write_whole
 from privlab.victims import weights as stored
+from privlab.victims.layouts import bare_name
 from privlab.victims.named import find_pretrained, resolve, victim
 from privlab.victims.names import ARCHITECTURES
 from privlab.victims.zoo import COMPACT, PLACERS, ZOO, shipped_file
@@ -107,7 +108,7 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
         "source_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
         "sha256": digest,
         "fits": made.params() | {"classes": made.model.vit.num_classes, "tensors": len(state)},
-        "left_out": sorted({stored.bare_name(key) for key in read} - state.keys() - {"pos_embed.weight"}),
+        "left_out": sorted({bare_name(key) for key in read} - state.keys() - {"pos_embed.weight"}),
     }
     path = stored.cache_folder("models") / f"{name.replace(':', '-')}-{digest[:8]}.safetensors"
     text = json.dumps(card, indent=1, ensure_ascii=False)

@@ -1,21 +1,20 @@
-"""ViTs of Hugging Face's `transformers` as timm's `VisionTransformer`: the same weights, the same tokens.
+"""ViTs of Hugging Face's `transformers` and of torchvision as timm's `VisionTransformer`: the same weights and tokens.
 
-Nothing here imports transformers: a model brings its configuration and its tensors.
+Nothing here imports these libraries: a model brings its configuration and its tensors.
 """
 
 import copy
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from timm.layers import LayerNorm, get_act_layer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, check_name
+from privlab.victims.layouts import from_any_layout, timm_names
 from privlab.victims.names import NORMALISATIONS
 from privlab.victims.weights import misfits
 
@@ -30,34 +29,6 @@ _KINDS: Mapping[str, tuple[dict[str, Any], str]] = {
 
 _ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-_LEFT_OUT = re.compile(r"pooler\.|embeddings\.mask_token|embeddings\.position_ids")
-"""Tensors that no token of an image depends on."""
-
-_RENAMED = (
-    (r"^(vit|dinov2|dinov2_with_registers|vision_model)\.", ""),
-    (r"^(classifier|visual_projection)\.", "head."),
-    (r"^embeddings\.(cls_token|class_embedding)$", "cls_token"),
-    (r"^embeddings\.register_tokens$", "reg_token"),
-    (r"^embeddings\.position_embeddings?(\.weight)?$", "pos_embed"),
-    (r"^embeddings\.patch_embedding(s\.projection)?\.", "patch_embed.proj."),
-    (r"^pre_layrnorm\.", "norm_pre."),
-    (r"^(post_)?layernorm\.", "norm."),
-    (r"^head\.probe$", "attn_pool.latent"),
-    (r"^head\.attention\.in_proj_", "attn_pool.in_proj."),
-    (r"^head\.attention\.out_proj\.", "attn_pool.proj."),
-    (r"^head\.layernorm\.", "attn_pool.norm."),
-    (r"^head\.mlp\.", "attn_pool.mlp."),
-    (r"^(encoder\.)?layers?\.(\d+)\.", r"blocks.\2."),
-    (r"\.(layernorm_before|layer_norm1)\.", ".norm1."),
-    (r"\.(layernorm_after|layer_norm2)\.", ".norm2."),
-    (r"\.(attention\.attention|attention|self_attn)\.([qkv])\w+\.", r".attn.\2."),
-    (r"\.(attention\.output\.dense|attention\.o_proj|self_attn\.out_proj)\.", ".attn.proj."),
-    (r"\.intermediate\.dense\.", ".mlp.fc1."),
-    (r"^(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
-    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
-)
-"""Names of transformers, of its versions 4 and 5, and timm's for them."""
-
 _SAME = 1e-4
 """Largest deviation of the tokens, relative to their size: rounding in float32."""
 
@@ -67,45 +38,22 @@ def is_of_transformers(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
-def timm_names(tensors: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:
-    """Return tensors by timm's names: renamed, and queries, keys and values joined.
-
-    That is linear, and each entry keeps its place in one tensor, so that it takes weights as well as their gradients
-    and updates. The position embedding of a class token before registers is added to that token, as timm does: that
-    suits weights alone. The tensors are those of a ViT, DINOv2, or the vision tower of CLIP or SigLIP.
-    """
-    found: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        name = key
-        for pattern, new in _RENAMED:
-            name = re.sub(pattern, new, name)
-        if not _LEFT_OUT.search(name):
-            found[name] = tensor
-    for name in [name for name in found if re.search(r"\.attn\.q\.", name)]:
-        parts = [found.pop(name.replace(".attn.q.", f".attn.{part}.")) for part in "qkv"]
-        found[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(parts)
-    for kind in ("weight", "bias"):
-        if (joint := found.pop(f"attn_pool.in_proj.{kind}", None)) is not None:
-            width = len(joint) // 3
-            found[f"attn_pool.q.{kind}"], found[f"attn_pool.kv.{kind}"] = joint[:width], joint[width:]
-    for name in ("cls_token", "pos_embed"):
-        if name in found:
-            found[name] = found[name].reshape(1, -1, found[name].shape[-1])
-    if "reg_token" in found:
-        found["cls_token"] = found["cls_token"] + found["pos_embed"][:, :1]
-        found["pos_embed"] = found["pos_embed"][:, 1:]
-    return found
+def is_of_torchvision(model: nn.Module) -> bool:
+    """Return whether a model is a ViT of torchvision."""
+    return type(model).__module__ == "torchvision.models.vision_transformer"
 
 
 def as_timm(model: nn.Module) -> VisionTransformer:
-    """Return timm's `VisionTransformer` with the weights of a ViT of transformers; its tokens are compared.
+    """Return timm's `VisionTransformer` with the weights of a ViT of transformers or torchvision; tokens are compared.
 
-    A ViT, DINOv2 (with registers too), or the vision tower of CLIP or SigLIP; with a classifier on the class token, or
-    the projection of CLIP, as head, or without. The model of transformers is left as it is.
+    Of transformers: a ViT, DINOv2 (with registers too), or the vision tower of CLIP or SigLIP; with a classifier on the
+    class token, or the projection of CLIP, as head, or without. The model is left as it is.
 
     Raises:
         PrivlabError: for another kind of model, parts that timm's ViT lacks, or if the tokens differ.
     """
+    if is_of_torchvision(model):
+        return _of_torchvision(model)
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
     check_name("model_type of transformers", kind, _KINDS)
@@ -122,6 +70,48 @@ def as_timm(model: nn.Module) -> VisionTransformer:
         parameter.requires_grad_(bool(trained[name].any()))
     vit.train(model.training)
     _compare(model, vit)
+    return vit
+
+
+def _of_torchvision(model: Any) -> VisionTransformer:  # noqa: ANN401
+    """Return timm's `VisionTransformer` with the weights of torchvision's; its outputs are compared."""
+    state, attention = from_any_layout(model.state_dict()), model.encoder.layers[0].self_attention
+    with torch.random.fork_rng(devices=[]):
+        vit = VisionTransformer(
+            img_size=model.image_size,
+            patch_size=model.patch_size,
+            embed_dim=model.hidden_dim,
+            depth=len(model.encoder.layers),
+            num_heads=attention.num_heads,
+            mlp_ratio=model.mlp_dim / model.hidden_dim,
+            num_classes=model.num_classes,
+            norm_layer=partial(LayerNorm, eps=model.encoder.ln.eps),
+        )
+    if odd := misfits(state, vit.state_dict()):
+        raise PrivlabError(f"{type(model).__name__} of torchvision must have its own layers. Found {odd}.")
+    vit.load_state_dict(state)
+    trained = {key: torch.tensor(p.requires_grad) for key, p in model.named_parameters()}
+    for name, kept in from_any_layout(trained).items():
+        vit.get_parameter(name).requires_grad_(bool(kept))
+    config_of_images: Any = {
+        "architecture": "torchvision-vit",
+        "input_size": (3, model.image_size, model.image_size),
+        "mean": NORMALISATIONS["imagenet"][0],
+        "std": NORMALISATIONS["imagenet"][1],
+        "interpolation": "bilinear",
+        "crop_pct": 1.0,
+    }
+    vit.pretrained_cfg = config_of_images
+    vit.to(state["patch_embed.proj.weight"]).train(model.training)
+    images = torch.randn(2, 3, model.image_size, model.image_size, generator=torch.Generator())
+    own, twin = copy.deepcopy(model).eval(), copy.deepcopy(vit).eval()
+    with torch.no_grad():
+        images = images.to(twin.patch_embed.proj.weight)
+        off = _distance(own(images), twin(images))
+    if not off <= _SAME:
+        raise PrivlabError(
+            f"{type(model).__name__} gives other outputs than timm's ViT with its weights: {off:.2g} apart."
+        )
     return vit
 
 

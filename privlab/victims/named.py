@@ -15,7 +15,8 @@ from privlab.base import PrivlabError, check_name, check_range, unknown_name, wa
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.anatomy import Vit, unwrapped
-from privlab.victims.hugging_face import as_timm, is_of_transformers
+from privlab.victims.hugging_face import as_timm, is_of_torchvision, is_of_transformers
+from privlab.victims.layouts import from_any_layout
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.victims.names import normalisation_of, of_channels, resolve_own, size_error
 from privlab.victims.own_gradients import check_gradients
@@ -171,7 +172,7 @@ def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, un
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
     own = vit = unwrapped(vit)
-    if isinstance(vit, nn.Module) and is_of_transformers(vit):
+    if isinstance(vit, nn.Module) and (is_of_transformers(vit) or is_of_torchvision(vit)):
         vit = copied = as_timm(vit)
     else:
         check_plain(vit)
@@ -225,7 +226,7 @@ def _make_named(
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
     trained = name if architecture in COMPACT else architecture
     origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-    state = stored.from_any_layout(stored.read_state(path))
+    state = from_any_layout(stored.read_state(path))
     own, unknown = _classes(state), state.pop("unk_embed", None)
     drawn = start or (own is None and classes is not None)
     vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))

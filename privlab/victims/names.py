@@ -128,10 +128,10 @@ def size_error(name: str, img_size: int, patch: int) -> PrivlabError:
 
 
 def check_weights_file(path: Path) -> None:
-    """Refuse weights whose file is not there.
+    """Refuse weights whose file is not there; FILE#ENTRY is an entry of FILE.
 
     Raises:
         PrivlabError: if there is no such file.
     """
-    if not path.is_file():
+    if not (path.is_file() or path.with_name(path.name.partition("#")[0]).is_file()):
         raise PrivlabError(f"No weights file at '{path}'. Give a file, auto, pretrained or random.")

@@ -14,7 +14,8 @@ from privlab.base import PrivlabError, first, full_precision, gradients_enabled,
 from privlab.victims.anatomy import causes, changed_parts
 from privlab.victims.closed_form import released_gradients, released_parameters
 from privlab.victims.feed import Feed
-from privlab.victims.hugging_face import is_of_transformers, timm_names
+from privlab.victims.hugging_face import is_of_torchvision, is_of_transformers
+from privlab.victims.layouts import from_any_layout, timm_names
 from privlab.victims.model import VictimModel
 
 _SAME = 5e-4
@@ -122,6 +123,8 @@ def _logits(made: object) -> Tensor:
 
 def _trained(own: nn.Module, gradients: Gradients) -> Gradients:
     """Return gradients by timm's names; of tensors that are joined there, those with a frozen part are left out."""
+    if is_of_torchvision(own):
+        return from_any_layout(gradients)
     if not is_of_transformers(own):
         return gradients
     shapes = dict(own.named_parameters())

@@ -1,9 +1,9 @@
 """Weights: where they come from, whether they fit, and their hash. Nothing is ever unpickled."""
 
+import argparse
 import hashlib
 import os
 import pickle
-import re
 import sys
 import threading
 import urllib.error
@@ -12,19 +12,22 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy._core.multiarray import scalar as _scalar  # how pickles name a NumPy number, such as a best accuracy
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, first, warn
 from privlab.victims.anatomy import Vit
+from privlab.victims.layouts import State, by_order, choose
 from privlab.victims.names import check_weights_file
 
-State = dict[str, Tensor]
-
-_WRAPPERS = re.compile(r"^((module|_orig_mod|victim|vit|net)\.)+")
+_ALLOWED: list[Any] = [argparse.Namespace, np.dtype, type(np.dtype("float64")), type(np.dtype("int64")), _scalar]
+"""Classes that checkpoints hold beside tensors, such as the arguments of timm's training script: they run no code."""
 
 
 class WeightsUnavailable(PrivlabError):
@@ -65,18 +68,42 @@ def reachable(url: str, seconds: float = 5) -> bool:
 
 
 def read_state(path: Path) -> State:
-    """Read a state dict from a safetensors or torch file, without running any code in it.
+    """Read a state dict from a safetensors, torch or NumPy file, without running any code in it.
+
+    A checkpoint may hold several, such as the weights and their average: FILE#ENTRY takes the one of that name.
 
     Raises:
         PrivlabError: if the file is missing, truncated, holds code, or holds no tensors by name.
+
+    Warns:
+        PrivlabWarning: with the entry or the prefix below which the weights were, if it is not a usual one.
     """
     check_weights_file(path)
+    wanted = None
+    if not path.is_file():
+        name, _, wanted = path.name.partition("#")
+        path = path.with_name(name)
+    state, told = choose(_content(path), str(path), wanted)
+    if told:
+        warn(f"{path.name}: read {told}.", 3)
+    return state
+
+
+def _content(path: Path) -> object:
+    """Return what a file of tensors holds.
+
+    Raises:
+        PrivlabError: if it cannot be read, or holds code.
+    """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        with warnings.catch_warnings():
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_ALLOWED):
             warnings.simplefilter("ignore")  # torch either reads or refuses a file that it warns of
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise PrivlabError(
             f"'{path}' is refused: it holds code or is no torch file, and privlab reads tensors only. "
@@ -85,42 +112,6 @@ def read_state(path: Path) -> State:
     except Exception as error:  # on a damaged file, torch raises nearly anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({reason}).") from error
-    for key in ("model", "state_dict"):
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    named = content.items() if isinstance(content, Mapping) else ()
-    state = {k: v for k, v in named if isinstance(k, str) and isinstance(v, Tensor)}
-    if not state:
-        raise PrivlabError(f"'{path}' holds no state dict: expected tensors by name, found {type(content).__name__}.")
-    return state
-
-
-def from_any_layout(state: Mapping[str, Tensor]) -> State:
-    """Return a state in privlab's own layout: timm's names, and `unk_embed` for E_unk (1 × 1 × D) if there is one.
-
-    Known layouts are timm's, privlab's own (timm's names and `unk_embed`), and the MJP authors', where
-    `pos_embed.weight` has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`.
-    Checkpoints of `privlab train` count as privlab's own.
-    """
-    named = {bare_name(name): tensor for name, tensor in state.items()}
-    state = {name: tensor for name, tensor in named.items() if not name.startswith(("dlocr.", "dal."))}
-    table = state.get("pos_embed.weight")
-    if table is not None and table.ndim == 2:
-        del state["pos_embed.weight"]
-        state["pos_embed"], state["unk_embed"] = table[None, :-1], table[-1]
-    if (unknown := state.pop("unk_embed", None)) is not None:
-        state["unk_embed"] = unknown.reshape(1, 1, unknown.numel())
-    return state
-
-
-def bare_name(name: str) -> str:
-    """Return a tensor's name without the prefixes of what wraps the model: torch's, a victim, a training's module."""
-    return _WRAPPERS.sub("", name)
-
-
-def own_layout(model: nn.Module) -> State:
-    """Return the tensors of a model in privlab's own layout: timm's names, and `unk_embed` for E_unk."""
-    return {bare_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def fit(vit: Vit, state: State, source: str, *, resize: bool = False) -> None:
@@ -136,6 +127,7 @@ def fit(vit: Vit, state: State, source: str, *, resize: bool = False) -> None:
         PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
     """
     want = vit.state_dict()
+    state = by_order(state, [*want])
     proj = "patch_embed.proj.weight"
     foreign = proj not in state or state[proj].shape != want[proj].shape
     resized = "pos_embed" in state and "pos_embed" in want and state["pos_embed"].shape != want["pos_embed"].shape

@@ -15,10 +15,9 @@ from privlab.attacks import ClientUnrolling
 from privlab.base import PrivlabError
 from privlab.benchmark import measure
 from privlab.benchmark.cards import Card, instances, parse_card, read_card
-from privlab.benchmark.entries import PACKAGE, defense_entries
-from privlab.benchmark.judged import judge
 from privlab.benchmark.measure import Measurement, Photographs
-from privlab.benchmark.results import Result
+from privlab.benchmark.results import PACKAGE, Result, defense_entries
+from privlab.benchmark.rule import judge
 from privlab.benchmark.submit import worth_of
 from privlab.benchmark.tracks import TrackCase, photographs, track
 from privlab.evaluation import Specification

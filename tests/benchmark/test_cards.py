@@ -9,9 +9,9 @@ import pytest
 
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import TEMPLATES, instances, parse_card, read_card, write_template
-from privlab.benchmark.entries import PACKAGE
 from privlab.benchmark.measure import Photographs
 from privlab.benchmark.plugins import ALLOWED, check_source
+from privlab.benchmark.results import PACKAGE
 from privlab.benchmark.tracks import TRACKS, VERSION, photographs, track
 from privlab.images import open_images
 
@@ -114,8 +114,8 @@ def test_a_card_that_lies_about_its_class_is_refused(change: Callable[[str], str
         (lambda t: t.replace("secret_bits = 0", ""), "does not state secret_bits"),
         (lambda t: t.replace('kind = "defense"', 'kind = "defence"'), "Did you mean defense"),
         (lambda t: t.replace('"none"', '"unknown"'), 'epsilon must be a number or "none"'),
-        (lambda t: t.replace("name =", "nmae =").replace("nmae", "nme", 1), "Unknown key of a card"),
-        (lambda t: t.replace("secret_bits = 0", "secret_bits = true"), "secret_bits must be of type int or float"),
+        (lambda t: t.replace("name =", "nmae =").replace("nmae", "nme", 1), "Unknown table or key"),
+        (lambda t: t.replace("secret_bits = 0", "secret_bits = true"), "secret_bits must be a number"),
         (lambda t: t.replace('how = "not measured"', ""), r"\[utility\] does not state how"),
         (lambda t: t.replace("[parameters]", 'victim = "vit_b"\n[parameters]'), "Unknown victim of the track"),
         (lambda t: "=", "is no TOML"),

@@ -9,9 +9,8 @@ import pytest
 
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card, parse_card, read_card
-from privlab.benchmark.entries import PACKAGE
 from privlab.benchmark.page import fragment
-from privlab.benchmark.results import read_result
+from privlab.benchmark.results import PACKAGE, read_result
 from privlab.benchmark.rule import standings
 from privlab.benchmark.submit import check_claims, derived_bits, draws_nothing
 from privlab.defenses import BlockScrambling, Jigsaw, Mjp, RowPermutation

@@ -10,9 +10,8 @@ import pytest
 
 from privlab.base import PrivlabError
 from privlab.benchmark import entries, read_card, standings
-from privlab.benchmark.entries import PACKAGE
-from privlab.benchmark.judged import check_concluded, conclude
-from privlab.benchmark.results import from_rows, read_result, to_rows, write_result
+from privlab.benchmark.results import PACKAGE, from_rows, read_result, to_rows, write_result
+from privlab.benchmark.rule import check_concluded, conclude
 from privlab.benchmark.submit import checks_of
 from privlab.testing import Check
 

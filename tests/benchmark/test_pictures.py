@@ -10,12 +10,10 @@ import pytest
 from PIL import Image
 
 from privlab.benchmark import entries
-from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.judged import Judged
 from privlab.benchmark.measure import Measurement
 from privlab.benchmark.page import best_rows, fragment, pictures, pictures_of
-from privlab.benchmark.results import Result
-from privlab.benchmark.rule import standings
+from privlab.benchmark.results import Result, defense_entries
+from privlab.benchmark.rule import Judged, standings
 from privlab.benchmark.tracks import photographs
 from privlab.evaluation import Specification
 from privlab.report.tables import load_results

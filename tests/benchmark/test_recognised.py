@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from privlab.base import PrivlabError
-from privlab.benchmark.entries import entries
 from privlab.benchmark.page import fragment
+from privlab.benchmark.results import entries
 from privlab.benchmark.rule import standings
 from privlab.benchmark.standing import IDENTITY, PACKAGE, Recognised, Standing, recognised_of_package
 

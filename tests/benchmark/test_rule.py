@@ -11,12 +11,10 @@ import pandas as pd
 import pytest
 
 from privlab.benchmark.cards import instances, parse_card
-from privlab.benchmark.entries import entries
-from privlab.benchmark.judged import conclude, judge, score_of
 from privlab.benchmark.measure import KEPT
 from privlab.benchmark.page import SCHEMA_VERSION, evaluation_record, site_files, write_site
-from privlab.benchmark.results import FORMAT, Result, to_rows, write_result
-from privlab.benchmark.rule import HIDDEN, standings
+from privlab.benchmark.results import FORMAT, Result, entries, to_rows, write_result
+from privlab.benchmark.rule import HIDDEN, conclude, judge, score_of, standings
 from privlab.benchmark.tracks import photographs, track
 from privlab.defenses import GradientNoise
 from privlab.metrics import MIRRORED

@@ -15,9 +15,8 @@ from privlab.attacks import BlockKey, PatchGradient, PatchGradientAdaptive
 from privlab.base import PrivlabError
 from privlab.benchmark import entries
 from privlab.benchmark.cards import parse_card, write_template
-from privlab.benchmark.entries import PACKAGE, defense_entries
 from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
-from privlab.benchmark.results import read_result, write_result
+from privlab.benchmark.results import PACKAGE, defense_entries, read_result, write_result
 from privlab.benchmark.tracks import TrackCase, photographs
 from privlab.evaluation import Specification
 from privlab.images import open_images

@@ -21,7 +21,7 @@ from privlab.split.client.loops import Trainer
 from privlab.split.protocol.contract import Contract
 from privlab.split.server.server import Server
 from privlab.split.server.server import serve as run_server
-from privlab.split.server.session_registry import Limits
+from privlab.split.server.session import Limits
 from privlab.victims import Victim, victim
 
 TOKEN = "t" * 40

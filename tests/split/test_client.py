@@ -16,8 +16,7 @@ from privlab.base import PrivlabError
 from privlab.images import Preprocessing, open_images
 from privlab.split.client.client import Lost, Patience, Rebuffed, Traffic
 from privlab.split.client.data import Batches, load
-from privlab.split.client.loops import infer
-from privlab.split.client.summary import inference_summary, training_summary
+from privlab.split.client.loops import infer, inference_summary, training_summary
 from privlab.threat import Draws
 
 DEFENSES = ["none", "row-permutation", "column-permutation", "row-permutation+column-permutation"]

@@ -18,7 +18,7 @@ from privlab.split.protocol.split_pb2 import Contract as Terms
 from privlab.split.protocol.split_pb2 import Open, Request, Save, Tensors
 from privlab.split.protocol.wire import pack, pack_state
 from privlab.split.server.server import Server
-from privlab.split.server.session_registry import Limits
+from privlab.split.server.session import Limits
 
 NORM = "blocks.0.norm1.weight"
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
@@ -127,7 +127,7 @@ BAD_TENSORS = {
         "must be torch.float32. Found torch.int32",
     ),
     "other name": (pack("feature", FEATURES), "must be features. Found feature"),
-    "two tensors": (pack_state({"features": FEATURES, "x": FEATURES}), "must be features. Found features, x"),
+    "two tensors": (pack_state({"features": FEATURES, "x": 2 * FEATURES}), "must be features. Found features, x"),
     "no tensor": (raw({}), "must be features. Found none"),
     "two dimensions": (pack("features", FEATURES[0]), r"must have shape (b ≤ 6, t ≤ 17, d = 32). Found (17, 32)"),
     "no image": (pack("features", FEATURES[:0]), "Found (0, 17, 32)"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.split.client.client import Lost, Rebuffed
-from privlab.split.server.session_registry import Limits
+from privlab.split.server.session import Limits
 
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
 

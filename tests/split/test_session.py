@@ -15,8 +15,7 @@ from privlab.split.protocol.backbone import Backbone, own_parameters
 from privlab.split.protocol.checkpoint import SessionCheckpoints, private_folder, read, write
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.wire import chunks, pack, pack_state, unpack, unpack_state
-from privlab.split.server.session import Session
-from privlab.split.server.session_registry import Limits
+from privlab.split.server.session import Limits, Session
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ pytest.importorskip("trustme", reason="needs trustme to make certificates")
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make authorities with certificates: a good one, one that has expired, a stranger, and one for another host."""
-    from privlab.split.protocol.certificate import make_certificates
+    from privlab.split.protocol.security import make_certificates
 
     folder = tmp_path_factory.mktemp("certificates")
     for name, hosts, days in (
@@ -195,7 +195,7 @@ def test_an_encrypted_key_is_refused_without_asking(certificates: Path, tmp_path
 
 
 def test_keys_are_private_and_nothing_is_written_over(certificates: Path) -> None:
-    from privlab.split.protocol.certificate import make_certificates
+    from privlab.split.protocol.security import make_certificates
 
     modes = {path.name: path.stat().st_mode & 0o777 for path in (certificates / "good").iterdir()}
     public = {"ca.pem": 0o644, "server.pem": 0o644, "client.pem": 0o644}

@@ -151,7 +151,7 @@ def serve(
 def train(context: click.Context, as_json: bool, out: Path | None, resume: Path | None, **options: Any) -> None:  # noqa: ANN401
     """Train the embedding and the head here, and the backbone on the server."""
     from privlab.split import Trainer
-    from privlab.split.client.summary import training_summary
+    from privlab.split.client.loops import training_summary
 
     client = _client(options)
     started = _started(context, resume)
@@ -182,7 +182,7 @@ def train(context: click.Context, as_json: bool, out: Path | None, resume: Path 
 def infer(context: click.Context, as_json: bool, run: Path | None, **options: Any) -> int:  # noqa: ANN401
     """Classify images: the embedding and the head are here, the backbone is on the server."""
     from privlab.split import infer
-    from privlab.split.client.summary import inference_summary
+    from privlab.split.client.loops import inference_summary
 
     client = _client(options)
     started = _started(context, run)
@@ -208,7 +208,7 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
     """Make an authority with certificates for a server and a client in FOLDER, to try TLS out."""
     if importlib.util.find_spec("trustme") is None:
         raise PrivlabError("Making certificates needs trustme: pip install 'privlab[split]'.")
-    from privlab.split.protocol.certificate import make_certificates
+    from privlab.split.protocol.security import make_certificates
 
     paths = make_certificates(folder, host, float(days))
     ca, cert, key, *mine = paths

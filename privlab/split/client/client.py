@@ -15,11 +15,10 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.split.client.defaults import RETRY_SECONDS
 from privlab.split.protocol.contract import Contract
-from privlab.split.protocol.inbox import Inbox
 from privlab.split.protocol.security import ClientTls, is_loopback, split_address
 from privlab.split.protocol.split_pb2 import Contract as ContractMessage
 from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save, Tensors
-from privlab.split.protocol.wire import chunks, pack, pack_state, unpack
+from privlab.split.protocol.wire import Inbox, chunks, pack, pack_state, unpack
 from privlab.split.server.server import METHOD
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0

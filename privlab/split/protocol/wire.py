@@ -3,14 +3,14 @@
 Nothing is unpickled: safetensors' reader checks that sizes, offsets and types agree, and executes no code.
 """
 
-import json
-import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor
 
 from privlab.base import first
@@ -21,24 +21,16 @@ HEADER_BYTES = 2**16
 
 _CHUNK_BYTES = 2**22
 """The most bytes in one part of a large message."""
-_CODES = {torch.float32: "F32", torch.float64: "F64"}
 
 
 def pack(name: str, tensor: Tensor) -> bytes:
-    """Return one tensor as bytes: a header, then the numbers, copied once."""
+    """Return one tensor as the bytes of a safetensors file."""
     return pack_state({name: tensor})
 
 
 def pack_state(state: Mapping[str, Tensor]) -> bytes:
-    """Return named tensors as the bytes of a safetensors file, each copied once."""
-    blobs = {name: tensor.detach().cpu().contiguous().flatten().numpy() for name, tensor in state.items()}
-    header, end = {}, 0
-    for name, tensor in state.items():
-        begin, end = end, end + blobs[name].nbytes
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([struct.pack("<Q", len(text)), text, *(blob.data.cast("B") for blob in blobs.values())])
+    """Return named tensors as the bytes of a safetensors file."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
 
 
 def unpack(data: bytes, name: str, contract: Contract) -> Float[Tensor, "b t d"]:
@@ -112,3 +104,28 @@ def is_finite(tensor: Tensor) -> bool:
 def _check_finite(name: str, tensor: Tensor) -> None:
     if not is_finite(tensor):
         raise Refusal("INVALID_ARGUMENT", f"'{name}' holds NaN or infinity. Numbers must be finite.")
+
+
+class Inbox:
+    """Reads one message at a time in a thread of its own, since gRPC's iterators offer no time limit."""
+
+    def __init__(self, stream: Iterator[bytes]) -> None:
+        self._stream = stream
+        self._reader = ThreadPoolExecutor(1, "inbox")
+        self._coming: Future[Any] | None = None
+
+    def get(self, seconds: float) -> bytes | None:
+        """Return the next message, or None at the end of the stream.
+
+        Raises:
+            TimeoutError: (of concurrent.futures) if no message came; the next call waits for the same message.
+        """
+        if self._coming is None:
+            self._coming = self._reader.submit(next, self._stream, None)
+        message = self._coming.result(seconds)
+        self._coming = None
+        return message
+
+    def close(self) -> None:
+        """Stop reading; the thread ends with the stream."""
+        self._reader.shutdown(wait=False)

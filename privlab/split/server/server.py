@@ -20,11 +20,10 @@ from privlab.base import PrivlabError, check_range, versions, without_tf32
 from privlab.release import Recorder
 from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.contract import Refusal
-from privlab.split.protocol.inbox import Inbox
 from privlab.split.protocol.security import RequireToken, ServerTls, is_loopback
 from privlab.split.protocol.split_pb2 import Reply, Request
-from privlab.split.server.session import Live
-from privlab.split.server.session_registry import Limits, Sessions
+from privlab.split.protocol.wire import Inbox
+from privlab.split.server.session import Limits, Live, Sessions
 from privlab.victims import Victim
 
 SERVICE = "privlab.split.v1.Split"

@@ -1,0 +1,232 @@
+"""Layouts of weights: what a file wraps them in, and timm's names for them, whoever named them.
+
+Weights are found in entries of a file ("state_dict", "model_ema") and under prefixes of names ("module.", "model.").
+Their own names may be timm's, the MJP authors', torchvision's or those of Hugging Face's transformers.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from privlab.base import PrivlabError, check_name
+
+State = dict[str, Tensor]
+
+_WRAPPERS = re.compile(r"^((module|_orig_mod|_module|victim|vit|net)\.)+")
+
+_ENTRIES = ("state_dict", "model", "model_state_dict", "net", "weights", "student", "state_dict_ema", "model_ema")
+"""The entries of checkpoints, those that come first being taken first."""
+
+_PATCHES = re.compile(
+    r"^(.*?)(patch_embed\.proj|conv_proj|embeddings\.patch_embedding(s\.projection)?)\.(weight|base_layer\.weight)$"
+)
+"""The patch projection in the layouts that are known; what stands before it wraps the model."""
+
+_BESIDE = re.compile(r"^(heads?|classifier|visual_projection|fc_norm|norm|pos_embed|cls_token|unk_embed|dlocr|dal)\b")
+"""Tensors of a ViT that may be outside the wrapper of its backbone."""
+
+_PRETRAINING = re.compile(r"^(decoder|mask_token)")
+"""Tensors of masked autoencoders (MAE, RETFound) that no ViT has."""
+
+_TRANSFORMERS = (
+    (r"^(vit|dinov2|dinov2_with_registers|vision_model)\.", ""),
+    (r"^(classifier|visual_projection)\.", "head."),
+    (r"^embeddings\.(cls_token|class_embedding)$", "cls_token"),
+    (r"^embeddings\.register_tokens$", "reg_token"),
+    (r"^embeddings\.position_embeddings?(\.weight)?$", "pos_embed"),
+    (r"^embeddings\.patch_embedding(s\.projection)?\.", "patch_embed.proj."),
+    (r"^pre_layrnorm\.", "norm_pre."),
+    (r"^(post_)?layernorm\.", "norm."),
+    (r"^head\.probe$", "attn_pool.latent"),
+    (r"^head\.attention\.in_proj_", "attn_pool.in_proj."),
+    (r"^head\.attention\.out_proj\.", "attn_pool.proj."),
+    (r"^head\.layernorm\.", "attn_pool.norm."),
+    (r"^head\.mlp\.", "attn_pool.mlp."),
+    (r"^(encoder\.)?layers?\.(\d+)\.", r"blocks.\2."),
+    (r"\.(layernorm_before|layer_norm1)\.", ".norm1."),
+    (r"\.(layernorm_after|layer_norm2)\.", ".norm2."),
+    (r"\.(attention\.attention|attention|self_attn)\.([qkv])\w+\.", r".attn.\2."),
+    (r"\.(attention\.output\.dense|attention\.o_proj|self_attn\.out_proj)\.", ".attn.proj."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"^(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
+)
+"""Names of transformers, of its versions 4 and 5, and timm's for them."""
+
+_TORCHVISION = (
+    (r"^class_token$", "cls_token"),
+    (r"^encoder\.pos_embedding$", "pos_embed"),
+    (r"^conv_proj\.", "patch_embed.proj."),
+    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
+    (r"\.ln_([12])\.", r".norm\1."),
+    (r"\.self_attention\.in_proj_", ".attn.qkv."),
+    (r"\.self_attention\.out_proj\.", ".attn.proj."),
+    (r"\.mlp\.(0|linear_1)\.", ".mlp.fc1."),
+    (r"\.mlp\.(3|linear_2)\.", ".mlp.fc2."),
+    (r"^encoder\.ln\.", "norm."),
+    (r"^heads\.head\.", "head."),
+)
+"""Names of torchvision's `VisionTransformer`, and timm's for them."""
+
+_LEFT_OUT = re.compile(r"pooler\.|embeddings\.mask_token|embeddings\.position_ids")
+"""Tensors of transformers that no token of an image depends on."""
+
+
+def choose(content: object, source: str, wanted: str | None = None) -> tuple[State, str]:
+    """Return the weights that a checkpoint holds, and what is said of where they were; "" if they were by themselves.
+
+    Args:
+        content: what was read of a file.
+        source: the file's name, for the error.
+        wanted: the entry or the prefix that is asked for, such as "model_ema" or "teacher".
+
+    Raises:
+        PrivlabError: if there are no tensors by name, or not what is asked for.
+    """
+    found = {
+        "/".join(part for part in (entry, prefix.rstrip(".")) if part): (entry, prefix, state)
+        for entry, tensors in sorted(_states(content), key=lambda each: _rank(each[0]))
+        for prefix, state in _wrapped(tensors).items()
+    }
+    most = max((len(state) for *_, state in found.values()), default=0)
+    found = {name: each for name, each in found.items() if 2 * len(each[2]) > most}  # a step, a centre, class weights
+    if not found:
+        raise PrivlabError(f"'{source}' holds no state dict: expected tensors by name, found {type(content).__name__}.")
+    names = [*found]
+    if wanted is not None:
+        names = [name for name in found if wanted in (name, *name.split("/"))]
+        if not names:
+            check_name(f"entry of {source}", wanted, [*found])
+    entry, prefix, state = found[names[0]]
+    told = [f"the entry '{entry}'"] if entry not in ("", "state_dict", "model") else []
+    if _WRAPPERS.sub("", prefix) and not prefix.endswith("vit."):  # our own training's wrapper goes without saying
+        told.append(f"the tensors whose names begin with '{prefix}'")
+    if len(found) > 1:
+        others = ", ".join(f"#{name}" for name in found if name != names[0])
+        told = [f"'{names[0]}'; the file also holds other weights (add to its name {others})"]
+    return state, " and ".join(told)
+
+
+def _rank(entry: str) -> tuple[int, ...]:
+    """Return where an entry comes in the order in which entries are taken; unknown ones come last."""
+    return tuple(_ENTRIES.index(part) if part in _ENTRIES else len(_ENTRIES) for part in entry.split("/"))
+
+
+def _states(content: object, path: str = "") -> Iterator[tuple[str, State]]:
+    """Yield every mapping of names to tensors in a checkpoint, with the entries that lead to it."""
+    if not isinstance(content, Mapping):
+        return
+    named = {name: value for name, value in content.items() if isinstance(name, str)}
+    if tensors := {name: value for name, value in named.items() if isinstance(value, Tensor)}:
+        yield path, tensors
+    for name, value in named.items():
+        if not name.startswith(("optim", "lr_sched", "scheduler")):
+            yield from _states(value, f"{path}/{name}".lstrip("/"))
+
+
+def _wrapped(state: State) -> dict[str, State]:
+    """Return the tensors of each model in a state, by the prefix of its names: a student and a teacher are two."""
+    prefixes = [match[1] for name in state if (match := _PATCHES.match(name))]
+    if len(prefixes) < 2:
+        return dict.fromkeys(prefixes or [""], state)
+    return {prefix: {n: t for n, t in state.items() if n.startswith(prefix)} for prefix in prefixes}
+
+
+def from_any_layout(state: Mapping[str, Tensor]) -> State:
+    """Return a state in privlab's own layout: timm's names, and `unk_embed` for E_unk (1 × 1 × D) if there is one.
+
+    Known layouts are timm's, privlab's own (timm's names and `unk_embed`), torchvision's, that of transformers, and the
+    MJP authors', where `pos_embed.weight` has the rows class token, N patches, unknown, and DAL adds the training-only
+    `dlocr.*`. Prefixes of what wraps the model are left out, and tensors outside its wrapper that are no head.
+    Checkpoints of `privlab train` count as privlab's own.
+    """
+    named = _unwrapped(state)
+    state = {name: tensor for name, tensor in named.items() if not name.startswith(("dlocr.", "dal."))}
+    table = state.get("pos_embed.weight")
+    if table is not None and table.ndim == 2:
+        del state["pos_embed.weight"]
+        state["pos_embed"], state["unk_embed"] = table[None, :-1], table[-1]
+    if (unknown := state.pop("unk_embed", None)) is not None:
+        state["unk_embed"] = unknown.reshape(1, 1, unknown.numel())
+    return state
+
+
+def _unwrapped(state: Mapping[str, Tensor]) -> State:
+    """Return a state by timm's names, without wrappers; a part of a model, as a gradient may be, has no projection."""
+    prefix = next((match[1] for name in state if (match := _PATCHES.match(name))), None)
+    if prefix is None:
+        return {bare_name(name): tensor.detach() for name, tensor in state.items()}
+    parts, named = prefix.split(".")[:-1], State()
+    for name, tensor in state.items():
+        inside, bare = name.startswith(prefix), name.removeprefix(prefix)
+        for part in () if inside else parts:
+            bare = bare.removeprefix(f"{part}.")
+        if (inside or _BESIDE.match(bare)) and not _PRETRAINING.match(bare):
+            named[bare] = tensor.detach()
+    if "conv_proj.weight" in named:
+        return {_renamed(name, _TORCHVISION): tensor for name, tensor in named.items()}
+    return timm_names(named) if any(name.startswith("embeddings.") for name in named) else named
+
+
+def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
+    for pattern, new in patterns:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def bare_name(name: str) -> str:
+    """Return a tensor's name without the prefixes of what wraps the model: torch's, a victim, a training's module."""
+    return _WRAPPERS.sub("", name)
+
+
+def own_layout(model: nn.Module) -> State:
+    """Return the tensors of a model in privlab's own layout: timm's names, and `unk_embed` for E_unk."""
+    return {bare_name(name): tensor for name, tensor in model.state_dict().items()}
+
+
+def by_order(state: State, names: list[str]) -> State:
+    """Return arrays without names ("arr_0", as NumPy numbers them) by the names of a model, in its order.
+
+    Args:
+        state: the tensors.
+        names: the names of the model's tensors, in the order of its state dict.
+
+    Raises:
+        PrivlabError: if there are not as many arrays as names.
+    """
+    if not all(re.fullmatch(r"arr_\d+", name) for name in state):
+        return state
+    if len(state) != len(names):
+        raise PrivlabError(
+            f"Arrays without names are read in the order of the model's {len(names)} tensors. Found {len(state)}: "
+            "save them by name, as in numpy.savez(file, **arrays)."
+        )
+    return {name: state[f"arr_{i}"] for i, name in enumerate(names)}
+
+
+def timm_names(tensors: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:
+    """Return tensors of transformers by timm's names: renamed, and queries, keys and values joined.
+
+    That is linear, and each entry keeps its place in one tensor, so that it takes weights as well as their gradients
+    and updates. The position embedding of a class token before registers is added to that token, as timm does: that
+    suits weights alone. The tensors are those of a ViT, DINOv2, or the vision tower of CLIP or SigLIP.
+    """
+    named = {_renamed(name, _TRANSFORMERS): tensor for name, tensor in tensors.items()}
+    found = {name: tensor for name, tensor in named.items() if not _LEFT_OUT.search(name)}
+    for name in [name for name in found if re.search(r"\.attn\.q\.", name)]:
+        parts = [found.pop(name.replace(".attn.q.", f".attn.{part}.")) for part in "qkv"]
+        found[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(parts)
+    for kind in ("weight", "bias"):
+        if (joint := found.pop(f"attn_pool.in_proj.{kind}", None)) is not None:
+            width = len(joint) // 3
+            found[f"attn_pool.q.{kind}"], found[f"attn_pool.kv.{kind}"] = joint[:width], joint[width:]
+    for name in ("cls_token", "pos_embed"):
+        if name in found:
+            found[name] = found[name].reshape(1, -1, found[name].shape[-1])
+    if "reg_token" in found:
+        found["cls_token"] = found["cls_token"] + found["pos_embed"][:, :1]
+        found["pos_embed"] = found["pos_embed"][:, 1:]
+    return found
