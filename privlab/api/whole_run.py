@@ -141,9 +141,8 @@ def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | 
     if own is None and not isinstance(victim, Sequence):
         check_plain(victim)  # it raises what is wrong
     named = {"labels": labels} if isinstance(labels, str | Path) else {}
-    values: Any = None if named else labels
-    if values is not None or not is_named(images):
-        images = data_of(images, values)
+    if not is_named(images) or (labels is not None and not named):
+        images = data_of(images, labels)
     return own, {"victim": victim if own is None else "own", "images": images, **named}
 
 

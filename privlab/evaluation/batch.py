@@ -181,5 +181,6 @@ def _labels_of(named: Sequence[NamedImage], classes: int) -> Int[Tensor, " b"] |
         if image.is_soft:
             row[:] = torch.tensor(image.targets)
         else:
-            row[list(image.targets) if image.targets is not None else image.label] = 1
+            indices = (image.label or 0,) if image.targets is None else image.targets
+            row[[int(index) for index in indices]] = 1
     return labels

@@ -65,11 +65,11 @@ def _opened(images: Any, *, own: bool) -> Data:  # noqa: ANN401
             f"a generator. Found {found}."
         )
     if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
-        description = f"{len(images)} images" + ("" if kind in ("list", "tuple") else f" of a {kind}")
-        data = Data(description, images, "image-", range(len(images)), class_names_of(images))
+        items: Any = images
+        description = f"{len(items)} images" + ("" if kind in ("list", "tuple") else f" of a {kind}")
     else:
-        items = Spool(lambda: _items(images, own=own))
-        data = Data(f"batches of a {kind}", items, "image-", range(len(items)))
+        items, description = Spool(lambda: _items(images, own=own)), f"batches of a {kind}"
+    data = Data(description, items, "image-", range(len(items)), class_names_of(images))
     _check_values(data, own=own)
     return data
 

@@ -21,7 +21,6 @@ MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
-_NEEDED_COLUMNS = ("name", "sha256")
 _ORIGINS: Mapping[str, LabelOrigin] = {"folder": "folder", "file": "file", "dataset": "dataset", "none": "none"}
 _MOST_CHARACTERS = 60
 
@@ -125,7 +124,7 @@ def _check_header(header: Sequence[str], path: Path) -> None:
             raise PrivlabError(f"{where}: {unknown_name('column of a manifest', _short(name), _COLUMNS)}")
         if header.count(name) > 1:
             raise PrivlabError(f"{where}: the column {name} is there twice. Keep one of them.")
-    if lacking := [name for name in _NEEDED_COLUMNS if name not in header]:
+    if lacking := [name for name in _COLUMNS[:2] if name not in header]:
         found = ", ".join(header) or "none"
         raise PrivlabError(f"{where}: a manifest has the columns name and sha256. Found: {found}; add {lacking[0]}.")
 
@@ -241,8 +240,7 @@ def relabel(data: Data, path: Path) -> Data:
         _check_names(table, data.names, path)
 
     def with_label(image: NamedImage) -> NamedImage:
-        label = table.get(image.name, table.get(PurePosixPath(image.name).name))
-        return image.labelled(label, "file")
+        return image.labelled(table.get(image.name, table.get(PurePosixPath(image.name).name)), "file")
 
     return replace(data.transform(with_label), class_names=None, stated=())
 

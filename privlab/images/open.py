@@ -109,8 +109,10 @@ def _open(
         return datasets.parquet(Path(first), split, own_labels=own_labels)
     if isinstance(first, Data):
         opened = first
+    elif first == "samples":
+        opened = sources.samples()
     else:
-        opened = sources.samples() if first == "samples" else sources.files([Path(path) for path in several])
+        opened = sources.files([Path(path) for path in several if not isinstance(path, Data)])
     if split is not None:
         found = opened.description if isinstance(source, Data) else source
         raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {found}.")
