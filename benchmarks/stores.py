@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageChops
 
 from privlab.base import PrivlabError
-from privlab.grids import Experiment, Options, Reference, Result, prepare, read_experiment, run_task
-from privlab.images import open_images
+from privlab.grids import Experiment, Options, Result, prepare, read_experiment, run_task
+from privlab.images import NamedImage, open_images
 from privlab.stores import RunDirectory
 
 
@@ -90,7 +90,7 @@ class _Pattern:
         ]
         return cls(result.rows, [np.flatnonzero(hashes == sha) for sha in images], pictures)
 
-    def rows_of(self, images: Sequence[Reference], draws: np.random.Generator) -> pa.Table:
+    def rows_of(self, images: Sequence[NamedImage], draws: np.random.Generator) -> pa.Table:
         """Return rows for other images, copied from these with scores changed by up to a tenth."""
         own = [self.places[i % len(self.places)] for i in range(len(images))]
         rows = self.rows.take(pa.array(np.concatenate(own)))
@@ -104,7 +104,7 @@ class _Pattern:
                 rows = rows.set_column(i, name, pa.array(values, pa.float64(), from_pandas=True))
         return rows
 
-    def link(self, images: Sequence[Reference], path: Path) -> None:
+    def link(self, images: Sequence[NamedImage], path: Path) -> None:
         """Give other images the same PNGs, as hard links to the same files."""
         for i, image in enumerate(images):
             for name, content in self.pictures[i % len(self.pictures)].items():

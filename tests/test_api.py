@@ -196,7 +196,6 @@ def test_a_victim_of_ones_own(photos: Tensor) -> None:
         (torch.rand(3, 32, 32), None, "one image is images"),
         ([], [], "At least one"),
         (torch.rand(2, 3, 32, 32), [1], "one label for each of the 2 images"),
-        (iter([torch.rand(1, 3, 32, 32)]), None, "twice"),
         (7, None, "Found int"),
         (torch.rand(2, 3, 32, 32) * 255, None, "divide by 255"),
         ([torch.rand(3, 32, 32) - 1], None, "Of image 0"),

@@ -12,7 +12,7 @@ from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.rows import least_cost
 from privlab.attacks.solvers import patch_statistics
 from privlab.base import AtLeast0, Checked, PrivlabError
-from privlab.images.photographs import photographs
+from privlab.images import photographs
 from privlab.patches import patchify, unpatchify
 from privlab.reassembly import ROUNDS, assemble
 from privlab.reassembly.border_costs import border_costs

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers.linear import Map, conjugate_gradients
-from privlab.images.photographs import photographs
+from privlab.images import photographs
 from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.victims import VictimModel
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.attacks.tokens.equations import Separated, separate
 from privlab.attacks.tokens.spans import Mlp, Near
 from privlab.base import AtLeast0, AtLeast1, Checked, Fraction, check_range, draw_for, warn
-from privlab.images.photographs import photographs
+from privlab.images import photographs
 from privlab.threat import Observation
 from privlab.victims import PreNormBlock
 

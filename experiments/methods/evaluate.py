@@ -13,7 +13,7 @@ from privlab.experiments.methods import robustness
 from privlab.experiments.methods.consistency import Batch, consistency_by_gamma
 from privlab.experiments.methods.robustness import ALEXNET, Classes, Outputs
 from privlab.experiments.training.classifiers import NamedClassifier, classifier
-from privlab.images import ImageSource, open_images
+from privlab.images import Data, open_images
 from privlab.images.datasets import imagenet_classes
 from privlab.victims import Victim
 
@@ -127,7 +127,7 @@ def _on_data(
 
 
 def _numbered_batches(
-    config: EvaluationConfig, subject: Victim | NamedClassifier, source: ImageSource, skipped: list[str], show: Progress
+    config: EvaluationConfig, subject: Victim | NamedClassifier, source: Data, skipped: list[str], show: Progress
 ) -> Iterator[Batch]:
     """Yield the batches with the places of their images."""
     count = 0
@@ -170,7 +170,7 @@ def _on_outliers(
     return {"images": len(high.labels), "aupr": robustness.outlier_aupr(high, low)}
 
 
-def _data(config: EvaluationConfig, classes: Classes) -> ImageSource:
+def _data(config: EvaluationConfig, classes: Classes) -> Data:
     assert config.data is not None
     return open_images(
         config.data, split=config.split, limit=config.limit, labels=config.labels, class_to_index=classes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, Progress
 from privlab.experiments.training.classifiers import NamedClassifier
-from privlab.images import ImageSource, batches, open_images
+from privlab.images import Data, batches, open_images
 from privlab.victims import Victim
 
 ALEXNET: dict[str, float] = {
@@ -181,7 +181,7 @@ def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
 @torch.no_grad()
 def outputs(
     victim: Victim | NamedClassifier,
-    source: ImageSource,
+    source: Data,
     *,
     labelled: bool = True,
     size: int = 64,
@@ -209,7 +209,7 @@ def outputs(
 
 
 def read_batches(
-    victim: Victim | NamedClassifier, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
+    victim: Victim | NamedClassifier, source: Data, skipped: list[str], *, labelled: bool = True, size: int = 64
 ) -> Iterator[tuple[Float[Tensor, "b 3 h w"], Int[Tensor, " b"]]]:
     """Yield batches of preprocessed images in [0, 1], and their labels.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, write_whole
 from privlab.experiments.training.examples import Examples
+from privlab.images.data import Data
 from privlab.images.decode import NamedImage, one_line
-from privlab.images.sources import ImageSource
 
 MOST_BYTES = 16 * 2**30
 """The most bytes of pixels that a training holds in memory."""
@@ -34,9 +34,7 @@ class _Read(NamedTuple):
     skipped: tuple[str, ...]
 
 
-def read_examples(
-    source: ImageSource, size: tuple[int, int], *, labelled: bool = True, cache: Path | None = None
-) -> Examples:
+def read_examples(source: Data, size: tuple[int, int], *, labelled: bool = True, cache: Path | None = None) -> Examples:
     """Read all images of a source; those of another size are resized and centre-cropped to `size`.
 
     Args:
@@ -62,7 +60,7 @@ def read_examples(
     return Examples(images, read.labels, _classes(source, read.labels), read.identity, read.skipped)
 
 
-def _in_memory(source: ImageSource, size: tuple[int, int]) -> tuple[UInt8[Tensor, "n 3 h w"], _Read]:
+def _in_memory(source: Data, size: tuple[int, int]) -> tuple[UInt8[Tensor, "n 3 h w"], _Read]:
     if source.count is not None:
         _check_memory(source.count, size)
     images: list[UInt8[Tensor, "3 h w"]] = []
@@ -70,7 +68,7 @@ def _in_memory(source: ImageSource, size: tuple[int, int]) -> tuple[UInt8[Tensor
     return torch.stack(images) if images else torch.empty(0, 3, *size, dtype=torch.uint8), read
 
 
-def _map(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UInt8[Tensor, "n 3 h w"], _Read]:
+def _map(source: Data, size: tuple[int, int], cache: Path) -> tuple[UInt8[Tensor, "n 3 h w"], _Read]:
     """Return what the cache holds of these images, which the first process that asks reads into it."""
     try:
         from filelock import FileLock
@@ -99,7 +97,7 @@ def _map(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UInt8
     return torch.from_numpy(images), read
 
 
-def _key(source: ImageSource, size: tuple[int, int]) -> str:
+def _key(source: Data, size: tuple[int, int]) -> str:
     """Return the key of these images in a cache: a hash of the source, the size, and its files' sizes and dates."""
     digest = hashlib.sha256(repr((source.description, source.count, source.names, size)).encode())
     for path in source.files or () if source.container is None else [source.container]:
@@ -108,7 +106,7 @@ def _key(source: ImageSource, size: tuple[int, int]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tensor, "3 h w"]], object]) -> _Read:
+def _read(source: Data, size: tuple[int, int], keep: Callable[[UInt8[Tensor, "3 h w"]], object]) -> _Read:
     """Read all images, one after the other, and give those that can be used to `keep`.
 
     The identity is SHA-256 over their pixels and labels.
@@ -130,19 +128,19 @@ def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tens
 
 
 def _prepare(
-    pool: ThreadPoolExecutor, source: ImageSource, size: tuple[int, int]
+    pool: ThreadPoolExecutor, source: Data, size: tuple[int, int]
 ) -> Iterator[tuple[NamedImage, UInt8[Tensor, "3 h w"] | None]]:
     """Read images several at a time, a few hundred ahead: in order."""
 
     def fit(image: NamedImage) -> tuple[NamedImage, Tensor | None]:
         return image, None if image.pixels is None else _fit(image.pixels, size)
 
-    if source.at is None:  # a stream is read in one thread, and resized in several
+    if source.names is None:  # a stream is read in one thread, and resized in several
         for some in _groups(source, 512):
             yield from pool.map(fit, some)
         return
     for places in _groups(range(len(source)), 512):
-        yield from pool.map(lambda place: fit(*source.pick([place])), places)
+        yield from pool.map(lambda place: fit(source[place]), places)
 
 
 def _groups(things: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -171,7 +169,7 @@ def _check_memory(count: int, size: tuple[int, int]) -> None:
         )
 
 
-def _classes(source: ImageSource, labels: Int[Tensor, " n"]) -> int:
+def _classes(source: Data, labels: Int[Tensor, " n"]) -> int:
     """Return the number of classes: of the source's names, else one more than the largest label.
 
     Raises:

@@ -4,15 +4,18 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Batch, Clients, batch_key, completed, labelled, score_images
+from privlab.evaluation import Batch, Clients, completed, labelled, score_images
 from privlab.evaluation.setup import learned_metric
-from privlab.images import Chunk, NamedImage
-from privlab.release.checked import images_for, labels_for, model_of
+from privlab.images import Chunk, NamedImage, chunk_of, open_images
+from privlab.images.given import data_of
+from privlab.images.targets import checked_targets
+from privlab.release.checked import images_for, model_of
 from privlab.threat import (
     FeatureObservation,
     Gradient,
@@ -20,6 +23,7 @@ from privlab.threat import (
     Reconstruction,
     Release,
     Stack,
+    Update,
 )
 from privlab.victims import Victim, VictimModel, hash_of
 from privlab.victims.closed_form import check_names
@@ -44,8 +48,9 @@ def observe(
 
     Args:
         victim: the clients' model; it is left as it is.
-        images: b × c × h × w private images in [0, 1], or bytes.
-        labels: the class index of each image; None for the model's own prediction.
+        images: b × c × h × w private images in [0, 1], or bytes; or what `attack` takes, all of which is released.
+        labels: the class index of each image, its classes, or a soft label (b × y), as in `attack`; None for those that
+            the images bring along, and for the model's own prediction where there is none.
         parameters: names of the gradients that are kept; None for all. Features have none.
         release: what the clients release; None for the gradient of each image.
         defense: one defense, or several, in the order in which they act.
@@ -65,28 +70,47 @@ def observe(
     """
     check_names(parameters)
     model = model_of(victim)
-    x = images_for(model, images)
-    batch = _batch(model, x, labels)
+    release = Gradient() if release is None else release
+    binary = isinstance(release, Update) and release.client.loss == "binary"
+    batch = _batch(victim, images, labels, multi_label=binary)
+    if not batch.named:
+        raise PrivlabError("A client needs at least one image. Found none.")
     parts = defense if isinstance(defense, Sequence) and not isinstance(defense, str) else [defense]
     stack = Stack(tuple(completed(part, "defense") for part in parts))
-    release = Gradient() if release is None else release
     clients = Clients(release, stack, seed, draw, hash_of(model.state_dict()))
-    own = None if public is None else images_for(model, public, "public images")
-    if isinstance(release, Gradient) and len(x) % release.batch:
-        raise PrivlabError(
-            f"Gradient(batch={release.batch}) needs a multiple of {release.batch} images. Found {len(x)}."
-        )
+    own = None if public is None else _chunk(victim, public, what="public images").images.to(model.mean)
+    b = len(batch.named)
+    if isinstance(release, Gradient) and b % release.batch:
+        raise PrivlabError(f"Gradient(batch={release.batch}) needs a multiple of {release.batch} images. Found {b}.")
     trial = clients.trial(model, batch, "c")
     return clients.observe(model, trial, None if parameters is None else sorted(parameters), own)
 
 
-def _batch(model: VictimModel, x: Float[Tensor, "b c h w"], labels: Any) -> Batch:  # noqa: ANN401
-    """Return images with labels; each image is known by the hash of its values."""
+def _batch(victim: Victim | VictimModel, images: Any, labels: Any, *, multi_label: bool) -> Batch:  # noqa: ANN401
+    """Return the images that clients release, with their labels."""
+    model = model_of(victim)
+    chunk, predicted = _chunk(victim, images, labels), isinstance(labels, str) and labels == "predicted"
+    batch, unusable = labelled(chunk, model, predicted=predicted, multi_label=multi_label)
+    if unusable:
+        raise PrivlabError(f"{unusable[0].name} cannot be used. {unusable[0].problem}")
+    return batch
+
+
+def _chunk(victim: Victim | VictimModel, images: Any, labels: Any = None, what: str = "images") -> Chunk:  # noqa: ANN401
+    """Return images as the victim takes them; tensors have its size already, and are known by the hash of its input."""
+    first = images[0] if isinstance(images, list | tuple) and images else images
+    if not isinstance(first, Tensor | np.ndarray):
+        if not isinstance(victim, Victim):
+            raise PrivlabError(f"The {what} are read with a victim's preprocessing. Found a model: give the victim.")
+        data = data_of(images, labels)
+        return chunk_of(open_images(data, labels=labels) if isinstance(labels, str) else data, victim.preprocessing)
+    x = images_for(model_of(victim), images, what)
     hashes = [hashlib.sha256(image.cpu().contiguous().numpy().tobytes()).hexdigest() for image in x]
-    named = tuple(NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes))
-    if labels is None:
-        return labelled(Chunk(named, x, ()), model, predicted=True)[0]
-    return Batch(named, x, labels_for(model, labels, len(x)), batch_key(hashes))
+    named = [NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes)]
+    if labels is not None and not isinstance(labels, str):
+        targets = checked_targets(labels, len(named))
+        named = [image.labelled(target, "dataset") for image, target in zip(named, targets, strict=True)]
+    return Chunk(tuple(named), x, ())
 
 
 def score(

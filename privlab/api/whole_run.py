@@ -19,7 +19,7 @@ from privlab.base import PrivlabError, unknown_name, warn
 from privlab.evaluation import CONTROL, Specification
 from privlab.grids import IN_PROCESS, Case, Engine, Experiment, Layout, Options, columns_of, prepare, specify
 from privlab.grids.fill import fill
-from privlab.images.given import given_images
+from privlab.images.given import data_of, is_named
 from privlab.report.run import Run
 from privlab.runs import execute, shown_progress
 from privlab.threat import Features, Gradient, Release, Update
@@ -46,9 +46,10 @@ def attack(
 
     Args:
         victim: a name, several names, a ViT of timm or transformers of your own, or a `Victim`.
-        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME"; or what `given_images` takes: tensors,
-            arrays, Pillow's images, a data set or a loader.
-        labels: the class of each image, or its classes; "predicted", or a CSV file; None for those of the images.
+        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME"; or tensors,
+            arrays, Pillow's images, a data set, a loader or a generator of batches.
+        labels: the class of each image, its classes, or a share of each class (b × y); "predicted", or a CSV file; None
+            for those that the images bring along.
         settings: "a", "b" or "c", or several; by default c where a defense is at work, else a.
         attacks: the attacks; by default all that can run.
         defense: one defense, or several; "auto" is MJP where the victim has E_unk.
@@ -140,9 +141,8 @@ def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | 
     if own is None and not isinstance(victim, Sequence):
         check_plain(victim)  # it raises what is wrong
     named = {"labels": labels} if isinstance(labels, str | Path) else {}
-    values: Any = None if named else labels
-    if values is not None or not _is_named(images):
-        images = given_images(images, values)
+    if not is_named(images) or (labels is not None and not named):
+        images = data_of(images, labels)
     return own, {"victim": victim if own is None else "own", "images": images, **named}
 
 
@@ -188,12 +188,6 @@ def _said(name: str, value: Any) -> dict[str, str | float | int]:  # noqa: ANN40
     own = {f.name: getattr(value, f.name) for f in fields(value)}
     shown = {key: each for key, each in own.items() if isinstance(each, int | float) and not isinstance(each, bool)}
     return {name: getattr(value, "name", type(value).__name__), **shown}
-
-
-def _is_named(images: Any) -> bool:  # noqa: ANN401
-    """Return whether images are given by the name of a source, or by paths."""
-    several = [images] if isinstance(images, str | Path) else images
-    return isinstance(several, list | tuple) and all(isinstance(each, str | Path) for each in several)
 
 
 def _stated_release(release: Release | str | None) -> dict[str, Any]:

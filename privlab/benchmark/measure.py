@@ -16,7 +16,7 @@ from privlab.benchmark.cards import UNDEFENDED, Card, instances
 from privlab.benchmark.tracks import BUNDLED, Track, TrackCase, photographs
 from privlab.evaluation import CONTROL, SCHEMA, Specification, applicable, victim_of
 from privlab.grids import IN_PROCESS, Engine, specify
-from privlab.images import ImageSource, open_images
+from privlab.images import Data, open_images
 from privlab.metrics import MIRRORED
 from privlab.report.tables.knowledge import AGGREGATION, undefended_attack
 from privlab.runs import execute
@@ -53,7 +53,7 @@ class Photographs:
         found = [each.sha256 for each in open_images(self.public, limit=PUBLIC_LIMIT).without_pixels()]
         return hashlib.sha256("/".join(found).encode()).hexdigest()
 
-    def chosen(self, part: str, wanted: Sequence[str]) -> ImageSource:
+    def chosen(self, part: str, wanted: Sequence[str]) -> Data:
         """Return photographs of a part by their hashes, whatever their names are.
 
         Raises:

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from privlab.base import draw_for, full_precision, warn
 from privlab.evaluation.records import Record
-from privlab.images import Chunk, NamedImage, Preprocessing, apart_from, common
+from privlab.images import Chunk, NamedImage, Preprocessing, apart_from, common, problem_of_label
 from privlab.threat import FeatureObservation, Observation
 from privlab.victims import VictimModel
 
@@ -26,7 +26,8 @@ def batch_key(sha256: Iterable[str]) -> str:
 class Batch:
     """The usable images of a chunk, on the model's device, with their labels, which `named` state too.
 
-    With multi-label targets, `labels` holds a 1 for each class of an image and 0 for the others.
+    With multi-label targets, `labels` holds a 1 for each class of an image and 0 for the others; with soft labels, the
+    share of each class.
     `key` names all images of the chunk, unreadable ones included, since what a client draws depends on its whole batch.
     """
 
@@ -144,28 +145,32 @@ def labelled(
     if not classes:
         labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
         return Batch(named, images, labels, key), list(chunk.failed)
-    lacking = [i for i, p in enumerate(named) if predicted or (p.label is None and p.targets is None)]
+    lacking = [i for i, p in enumerate(named) if predicted or p.target is None]
     if lacking:
         with torch.no_grad(), full_precision():
             found = model(images).argmax(1).tolist()
         for i in lacking:
             named[i] = replace(named[i], label=found[i], targets=None, label_origin="predicted")
+    if not multi_label:  # a list of one class is that class
+        named = [
+            replace(image, label=image.targets[0], targets=None) if image.targets and len(image.targets) == 1 else image
+            for image in named
+        ]
     named = [replace(image, problem=_problem_of_label(image, classes, multi_label=multi_label)) for image in named]
     fine = [i for i, image in enumerate(named) if image.problem is None]
     usable, wrong = [named[i] for i in fine], [image for image in named if image.problem is not None]
-    return Batch(usable, images[fine], _labels_of(usable, classes).to(images.device), key), [*chunk.failed, *wrong]
+    labels = _labels_of(usable, classes).to(images.device)
+    labels = labels.to(images.dtype) if labels.is_floating_point() else labels
+    return Batch(usable, images[fine], labels, key), [*chunk.failed, *wrong]
 
 
 def _problem_of_label(image: NamedImage, classes: int, *, multi_label: bool) -> str | None:
-    if image.targets is not None and not multi_label:
+    if image.targets is not None and not image.is_soft and not multi_label:
         return (
             f"Its label is a list of classes, {list(image.targets)}, which needs a loss for each class: give a client "
             "with client.loss=binary, or --labels predicted."
         )
-    largest = max(image.targets or (), default=image.label or 0)
-    if largest >= classes:
-        return f"Label {largest} is out of range: the victim has {classes} classes (0 to {classes - 1})."
-    return None
+    return problem_of_label(image.target, classes)
 
 
 def _labels_of(named: Sequence[NamedImage], classes: int) -> Int[Tensor, " b"] | Float[Tensor, "b y"]:
@@ -173,5 +178,9 @@ def _labels_of(named: Sequence[NamedImage], classes: int) -> Int[Tensor, " b"] |
         return torch.tensor([image.label for image in named], dtype=torch.long)
     labels = torch.zeros(len(named), classes)
     for row, image in zip(labels, named, strict=True):
-        row[list(image.targets) if image.targets is not None else image.label] = 1
+        if image.is_soft:
+            row[:] = torch.tensor(image.targets)
+        else:
+            indices = (image.label or 0,) if image.targets is None else image.targets
+            row[[int(index) for index in indices]] = 1
     return labels

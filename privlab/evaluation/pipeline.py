@@ -178,7 +178,8 @@ class Evaluator:
         model, batch = self.base.model, trial.batch
         seen = self._observe(group, trial)
         logits, seconds = self._timed(lambda: predictions(model, sent, self.spec.cut_layer))
-        right = (logits.argmax(1) == batch.labels).double().tolist()
+        classes = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(1)
+        right = (logits.argmax(1) == classes).double().tolist()
         facts: list[Record] = [
             {
                 **batch.stated(self.spec.together),

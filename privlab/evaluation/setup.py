@@ -1,6 +1,5 @@
 """Makes the parts of a run from its specification: victims, attacks, images and learned metrics, with warnings."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation.applicable import AttackGroup, applicable
 from privlab.evaluation.records import Rows
 from privlab.evaluation.specification import Specification, defense_of, reassembly_of
-from privlab.images import ImageSource, Preprocessing, check_labels, open_images
+from privlab.images import Data, Preprocessing, open_images, problem_of_label
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.threat import CLIENT_PRESETS
@@ -82,7 +81,7 @@ def _victim(name: str, device: torch.device, **options: Any) -> tuple[Victim, tu
     return made, tuple(messages)
 
 
-def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> ImageSource:
+def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> Data:
     """Open the images of a run; class folders named by WordNet ids get ImageNet's labels where victims have them.
 
     Args:
@@ -96,25 +95,36 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
             labels that the victims do not have.
     """
     wnids = imagenet_classes() if all(base.model.vit.num_classes == 1000 for base in victims) else None
-    if spec.manifest is not None and spec.labels is None:
-        check_labels(Path(spec.manifest), min(base.model.classes or sys.maxsize for base in victims))
+    images, split = _one_or_all(spec.images), spec.split
+    if isinstance(images, str) and images.startswith("hf:"):
+        images, split = _stream(images, split), None
     source = open_images(
-        _one_or_all(spec.images),
+        images,
         limit=spec.limit,
         every=spec.every,
         offset=spec.offset,
         manifest=spec.manifest,
-        split=spec.split,
+        split=split,
         labels=spec.labels,
         class_to_index=wnids,
         bit_depth=spec.bit_depth,
         check=check,
     )
+    classes = [base.model.classes for base in victims if base.model.classes]
+    for where, target in source.stated if classes and spec.labels is None else ():
+        if problem := problem_of_label(target, min(classes)):
+            raise PrivlabError(f"{where}: {problem}")
     _check_enough(source, spec)
     return source
 
 
-def _check_enough(source: ImageSource, spec: Specification) -> None:
+@lru_cache(maxsize=1)
+def _stream(name: str, split: str | None) -> Data:
+    """Open a data set of the hub; the last one is kept, since each task would read it from its beginning."""
+    return open_images(name, split=split)
+
+
+def _check_enough(source: Data, spec: Specification) -> None:
     """Check that there are as many images as are released together.
 
     Raises:
@@ -136,12 +146,12 @@ def _check_enough(source: ImageSource, spec: Specification) -> None:
     )
 
 
-def _one_or_all(sources: tuple[str, ...] | ImageSource) -> str | tuple[str, ...] | ImageSource:
+def _one_or_all(sources: tuple[str, ...] | Data) -> str | tuple[str, ...] | Data:
     return sources[0] if isinstance(sources, tuple) and len(sources) == 1 else sources
 
 
 def public_images(
-    public: tuple[str, ...] | ImageSource,
+    public: tuple[str, ...] | Data,
     limit: int,
     preprocessing: Preprocessing,
     device: torch.device,
@@ -175,7 +185,7 @@ def uncached() -> Iterator[None]:
     """Use no victim, metric or public image that an earlier run loaded, since files change, and keep none after."""
 
     def forget() -> None:
-        for kept in (_victim, _public, learned_for):
+        for kept in (_victim, _public, learned_for, _stream):
             kept.cache_clear()
 
     forget()

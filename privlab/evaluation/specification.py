@@ -11,7 +11,7 @@ from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.evaluation.names import EFFORTS, WORST_CASE, check_names, check_stated, client_options
 from privlab.evaluation.own import source_sha256
-from privlab.images import ImageSource, check_bit_depth, check_choice
+from privlab.images import Data, check_bit_depth, check_choice
 from privlab.metrics.names import LPIPS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
 from privlab.release import AnyDefense, contradictions, effects_of
@@ -56,7 +56,7 @@ class Specification:
     defense: str | tuple[str | AnyDefense, ...] = "auto"
     gamma: float | None = None
     masked_pe: str | None = None
-    images: tuple[str, ...] | ImageSource = ("samples",)
+    images: tuple[str, ...] | Data = ("samples",)
     limit: int | None = None
     every: int | None = None
     offset: int | None = None
@@ -77,7 +77,7 @@ class Specification:
     release: str = "auto"
     client: str | None = None
     options: tuple[str, ...] = ()
-    public: tuple[str, ...] | ImageSource = ("samples",)
+    public: tuple[str, ...] | Data = ("samples",)
     public_limit: int = 200
     client_batch: int = 16
     cut_layer: int = 0
@@ -134,7 +134,7 @@ class Specification:
             if isinstance(plain[name], tuple):
                 plain[name] = tuple(map(_stated, plain[name]))
         for name in ("images", "public"):
-            if isinstance(plain[name], ImageSource):
+            if isinstance(plain[name], Data):
                 plain[name] = (plain[name].description,)
         return plain
 

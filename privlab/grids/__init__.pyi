@@ -25,7 +25,6 @@ from .plan import own_victim as own_victim
 from .specify import specification_of as specification_of
 from .specify import specify as specify
 from .tasks import Options as Options
-from .tasks import Reference as Reference
 from .tasks import Result as Result
 from .tasks import Task as Task
 from .tasks import images_at_a_time as images_at_a_time

@@ -224,7 +224,7 @@ def _by_stem(source: str | Path) -> dict[str, Callable[[], NamedImage]]:
     for place, name in enumerate(images.names or ()):
         if (first := names.setdefault(Path(name).stem, name)) != name:
             raise PrivlabError(f"'{source}' has two images of one name: '{first}' and '{name}'.")
-        found[Path(name).stem] = lambda place=place: images.pick([place])[0]
+        found[Path(name).stem] = lambda place=place: images[place]
     return found
 
 

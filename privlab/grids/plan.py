@@ -20,8 +20,8 @@ from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation import Specification, name_of, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment, name_lpips
-from privlab.grids.tasks import Options, Reference, Task, references
-from privlab.images import ImageSource, to_csv
+from privlab.grids.tasks import Options, Task, references
+from privlab.images import Data, NamedImage, to_csv
 from privlab.metrics import Embedding, Learned, Lpips
 from privlab.stores import Store, part_frame
 from privlab.threat import attack_declarations
@@ -44,7 +44,7 @@ class Grid:
     learned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @cached_property
-    def image_lists(self) -> dict[tuple[Reference, ...], str]:
+    def image_lists(self) -> dict[tuple[NamedImage, ...], str]:
         """Return the name of each list of images; cases may have different ones."""
         return {images: str(i) for i, images in enumerate(dict.fromkeys(task.images for task in self.tasks))}
 
@@ -122,7 +122,7 @@ def lay_out(
     messages = [] if told is None else [told]
     unavailable: dict[str, str] = {}
     learned: dict[str, dict[str, str]] = {}
-    found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
+    found: dict[tuple[object, ...], tuple[Data, tuple[NamedImage, ...]]] = {}
     looked_for: dict[tuple[object, ...], tuple[Mapping[str, Learned], Mapping[str, str]]] = {}
     tasks: list[Task] = []
     with collect_warnings(messages):
@@ -216,7 +216,7 @@ def missing(grid: Grid, path: Path, options: Options) -> list[Task]:
         failed = set()
     names_in = cache(lambda text: frozenset(text.split()))
 
-    def held(task: Task, image: Reference, name: str) -> frozenset[str] | None:
+    def held(task: Task, image: NamedImage, name: str) -> frozenset[str] | None:
         """Return the metrics that the store has of a cell and an image; None if the image failed."""
         cell, batch = task.cells[name], None if task.batches is None else task.batches[image.key]
         found = measured.get((cell, image.key, batch)) or measured.get((cell, image.key, None))
@@ -226,7 +226,7 @@ def missing(grid: Grid, path: Path, options: Options) -> list[Task]:
         _check_label(task, image, label)
         return names_in(text)
 
-    planned: dict[tuple[str, tuple[Reference, ...]], frozenset[str]] = {}  # cases may share cells: setting a of all γ
+    planned: dict[tuple[str, tuple[NamedImage, ...]], frozenset[str]] = {}  # cases may share cells: setting a of all γ
     parts: list[Task] = []
     for task in grid.tasks:
         wanted: dict[str, frozenset[str]] = {}
@@ -273,7 +273,7 @@ def _measured(
     return measured, failed
 
 
-def _check_label(task: Task, image: Reference, label: int) -> None:
+def _check_label(task: Task, image: NamedImage, label: int) -> None:
     """Refuse an image that was measured with another label than it has now; −1 is none (the victim's prediction).
 
     The key of a cell does not name labels, so that an image that is added later leaves the other images as they are.
@@ -294,7 +294,7 @@ def _parts(task: Task, lacking: Sequence[Mapping[str, frozenset[str]]], kept: Ma
     alone = task.one_key if options.batch_size is None and unit == 1 else frozenset[str]()
     for whole in (False, True) if alone else (False,):
         names = [name for name in task.cells if (name in alone) == whole]
-        groups: dict[tuple[frozenset[str], ...], list[Reference]] = defaultdict(list)
+        groups: dict[tuple[frozenset[str], ...], list[NamedImage]] = defaultdict(list)
         for turn, start in enumerate(range(0, len(task.images), unit)):
             if (0 if whole else turn) % count == number - 1:  # a client's batch is drawn for, and attacked, as one
                 batch = lacking[start : start + unit]

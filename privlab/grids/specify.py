@@ -8,7 +8,7 @@ from privlab.attacks import attacks
 from privlab.base import PrivlabError, options_of, unknown_name
 from privlab.defenses import defenses
 from privlab.evaluation import Specification, completed, defense_kind, name_of
-from privlab.images import ImageSource
+from privlab.images import Data
 from privlab.threat import Client, acts_on
 
 Part = Any
@@ -20,7 +20,7 @@ def specify(
     setting: str | Sequence[str] | None = None,
     *,
     attack: Part | Sequence[Part] | None = None,
-    images: str | Path | Sequence[str | Path] | ImageSource = "samples",
+    images: str | Path | Sequence[str | Path] | Data = "samples",
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
 ) -> Specification:
@@ -68,7 +68,7 @@ def specify(
     given |= {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
     given |= {} if attack is None else {"attacks": attack}
     given |= {} if metrics is None else {"metrics": _names(metrics)}
-    if not isinstance(images, ImageSource):
+    if not isinstance(images, Data):
         images = tuple(str(source) for source in ([images] if isinstance(images, str | Path) else images))
     return Specification(**given, images=images)
 

@@ -9,8 +9,7 @@ import platform
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
-from itertools import islice
+from functools import cached_property
 
 import pyarrow as pa
 import torch
@@ -29,7 +28,7 @@ from privlab.evaluation import (
 )
 from privlab.evaluation.setup import learned_for
 from privlab.grids.engine import IN_PROCESS, Engine
-from privlab.images import ImageSource, NamedImage, chunk_of, to_png
+from privlab.images import Data, NamedImage, chunk_of, to_png
 from privlab.stores import strip_name, strip_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
@@ -67,18 +66,6 @@ class Options:
             raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {number}/{count}.")
 
 
-@dataclass(frozen=True)
-class Reference(NamedImage):
-    """An image that has not been read, with its place in its source; its label is None where a prediction stands in."""
-
-    place: int = 0
-
-    @property
-    def key(self) -> str:
-        """Return the hash of the image, or its name where it could not be read."""
-        return self.sha256 or self.name
-
-
 @dataclass(frozen=True, eq=False)
 class Task:
     """Images of one specification of a case, with the key of the cell of each attack and control that they lack.
@@ -93,7 +80,7 @@ class Task:
     case: int
     spec: Specification
     settings: tuple[str, ...]
-    images: tuple[Reference, ...]
+    images: tuple[NamedImage, ...]
     cells: Mapping[str, str]
     metrics: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -154,12 +141,11 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
     return [*found.values()]
 
 
-def references(source: ImageSource) -> list[Reference]:
-    """Return the images of a source, each content once; files are hashed whole and not decoded."""
-    found: dict[str, Reference] = {}
-    for place, image in enumerate(source.without_pixels()):
-        reference = Reference(**vars(image), place=place)
-        found[reference.key] = found.pop(reference.key, reference)  # the first one, where the last one stands
+def references(source: Data) -> list[NamedImage]:
+    """Return the images of a source without pixels, each content once; files are hashed whole and not decoded."""
+    found: dict[str, NamedImage] = {}
+    for image in source.without_pixels():
+        found[image.key] = found.pop(image.key, image)  # the first one, where the last one stands
     return [*found.values()]
 
 
@@ -211,56 +197,23 @@ def images_at_a_time(device: torch.device) -> int:
     return 64 if device.type == "cuda" else 8
 
 
-def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[NamedImage]]:
+def _batches(task: Task, source: Data, device: torch.device) -> Iterator[list[NamedImage]]:
     """Yield the images that are attacked at a time, with their pixels."""
     size = task.spec.together or task.options.batch_size or images_at_a_time(device)
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
-    gone = "The file has gone since the run was planned."
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]
         there = [r.place if places is None else places.get(r.name) for r in wanted]  # a deleted file shifts the others
-        read = iter(_reader().pick(source, [place for place in there if place is not None]))
-        yield [
-            _same(NamedImage(r.name, "", None, problem=gone) if place is None else next(read), r)
-            for r, place in zip(wanted, there, strict=True)
-        ]
+        yield [_planned(source, place, r) for r, place in zip(wanted, there, strict=True)]
 
 
-@dataclass
-class _Reader:
-    """How far a stream was read: the next task reads on, as it would read all of that again from the beginning."""
-
-    rest: Iterator[NamedImage] = field(default_factory=lambda: iter(()))
-    next: int = 0
-
-    def pick(self, source: ImageSource, places: Sequence[int]) -> list[NamedImage]:
-        """Return the images at these places, which ascend; what was read before them is not kept.
-
-        Raises:
-            PrivlabError: if the stream ends before the last of them.
-        """
-        if source.at is not None or not places:
-            return source.pick(places)
-        if not self.next or places[0] < self.next:
-            self.rest, self.next = iter(source), 0
-        start, self.next = self.next, 0  # an error leaves a stream that must be opened again
-        found: list[NamedImage] = []
-        for place in places:
-            if (image := next(islice(self.rest, place - start, None), None)) is None:
-                raise PrivlabError(f"{source.description} has ended before image {place}, which it had when planned.")
-            found.append(image)
-            start = place + 1
-        self.next = start
-        return found
-
-
-@lru_cache(maxsize=1)
-def _reader() -> _Reader:
-    return _Reader()
-
-
-def _same(image: NamedImage, reference: Reference) -> NamedImage:
+def _planned(source: Data, place: int | None, reference: NamedImage) -> NamedImage:
     """Return the image that was planned; if it has changed or gone since then, return it as one that failed."""
+    gone = NamedImage(reference.name, "", None, problem="The file has gone since the run was planned.")
+    try:
+        image = gone if place is None else source[place]
+    except IndexError:  # a stream that has become shorter
+        image = gone
     if image.sha256 == reference.sha256:
         return image
     problem = image.problem or "The file has changed since the run was planned."

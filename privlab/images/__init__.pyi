@@ -1,10 +1,10 @@
 from .client_preprocessing import nearest as nearest
 from .client_preprocessing import usual as usual
+from .data import Data as Data
 from .decode import LabelOrigin as LabelOrigin
 from .decode import NamedImage as NamedImage
 from .decode import as_text as as_text
 from .decode import check_bit_depth as check_bit_depth
-from .decode import image_from_pil as image_from_pil
 from .decode import one_line as one_line
 from .decode import read_image as read_image
 from .encode import data_uri as data_uri
@@ -14,7 +14,6 @@ from .encode import png_bytes as png_bytes
 from .encode import to_pil as to_pil
 from .encode import to_png as to_png
 from .manifest import check_choice as check_choice
-from .manifest import check_labels as check_labels
 from .manifest import choose_images as choose_images
 from .manifest import read_labels as read_labels
 from .manifest import read_manifest as read_manifest
@@ -24,11 +23,12 @@ from .open import Preprocessing as Preprocessing
 from .open import batches as batches
 from .open import chunk_of as chunk_of
 from .open import open_images as open_images
-from .photographs import apart_from as apart_from
-from .photographs import common as common
-from .photographs import kin as kin
 from .public import Others as Others
-from .sources import ImageSource as ImageSource
+from .public import apart_from as apart_from
+from .public import common as common
+from .public import kin as kin
+from .public import photographs as photographs
 from .sources import sample_file as sample_file
+from .targets import problem_of_label as problem_of_label
 from .twins import thumbnails as thumbnails
 from .twins import twins as twins

@@ -1,7 +1,7 @@
 """How a client preprocessed an image: the usual ways, and which of them comes nearest to what it fed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -15,16 +15,8 @@ _CROPS = (0.875, 1.0)
 """The share of the shorter side that torchvision's evaluation transforms keep, and the share without a crop."""
 
 
-@dataclass(frozen=True, eq=False)
-class Fed:
-    """An image as a client may have fed it; `how` names the preprocessing."""
-
-    how: str
-    image: Float[Tensor, "1 c h w"]
-
-
-def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
-    """Yield an image in each of the usual preprocessings for an input of `cut.size`, as it is and mirrored.
+def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[tuple[str, Float[Tensor, "1 c h w"]]]:
+    """Yield the name of each usual preprocessing for an input of `cut.size`, and the image after it, also mirrored.
 
     The image is resized and cropped (with `cut.crop_pct`, 0.875 and 1), or its centre is cut out and resized, or it is
     squashed. Each of these is done in eight bits as PIL resizes (bilinear, bicubic, Lanczos), and in floats as torch
@@ -32,11 +24,13 @@ def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
     """
     for (shape, make), mirrored, (name, resized) in product(_shapes(pixels, cut), (False, True), _resizes()):
         image = make(resized)[None]
-        yield Fed(f"{shape}, {name}{', mirrored' if mirrored else ''}", image.flip(3) if mirrored else image)
+        yield f"{shape}, {name}{', mirrored' if mirrored else ''}", image.flip(3) if mirrored else image
 
 
-def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 c h w"]) -> tuple[Fed, int]:
-    """Return the usual preprocessing that comes nearest to what a client fed, and how many were tried.
+def nearest(
+    pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 c h w"]
+) -> tuple[str, Float[Tensor, "1 c h w"], int]:
+    """Return the usual preprocessing that comes nearest to what a client fed, its image, and how many were tried.
 
     The distance is the mean squared difference of the pixels. This is for whoever has the image: it reads no gradient,
     and no attack reads it.
@@ -46,8 +40,9 @@ def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 c h w
         cut: the preprocessing of the victim: its size is that of the input, its crop is tried beside the usual ones.
         fed: what the client fed, in [0, 1], or a reconstruction that gives the released gradient.
     """
-    tried = [(float((each.image.to(fed) - fed).square().mean()), each) for each in usual(pixels, cut)]
-    return min(tried, key=lambda one: one[0])[1], len(tried)
+    tried = [*usual(pixels, cut)]
+    how, image = min(tried, key=lambda each: float((each[1].to(fed) - fed).square().mean()))
+    return how, image, len(tried)
 
 
 _Resize = Callable[[Image.Image, list[int]], Float[Tensor, "c h w"]]

@@ -11,9 +11,9 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -28,6 +28,8 @@ else:  # torch is slow to import, and files need none
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
 """Where a label comes from; "predicted" is by the victim, "released" is given away by the gradient that is audited."""
+Target: TypeAlias = int | tuple[int, ...] | tuple[float, ...] | None
+"""A class index, the classes of an image that may have several, or a share for each class; None for no label."""
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM", "JPEG2000")  # not EPS: it would run Ghostscript
 MAX_BYTES = 512 * 2**20
@@ -41,38 +43,60 @@ _BITS_PER_SAMPLE = 258
 """The number of TIFF's tag for the bits of a level."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class NamedImage:
     """One image, or the reason why there is none.
 
     `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels; empty where
     nothing could be read. `pixels` has mode RGB with 8 bits, or it is c × h × w in [0, 1] where values were given in
-    Python; it is None where there is a `problem` and in the images of a `Chunk`. `targets` are the classes of an image
-    that may have several, or none, such as (0, 3); its `label` is then None. `member` says whether the victim saw it in
-    training, "seen" or "not seen"; None where that is not known. `levels` is the range of the levels of a file with
-    more than 8 bits; None for other files.
+    Python; it is None where there is a `problem`, and where they were not read or are kept elsewhere. `targets` are the
+    classes of an image that may have several, or none, such as (0, 3), or the shares of a soft label, such as
+    (0.25, 0.75); its `label` is then None. `member` says whether the victim saw it in training, "seen" or "not seen";
+    None where that is not known. `levels` is the range of the levels of a file with more than 8 bits; None for other
+    files. `place` is the image's position in its data.
     """
 
     name: str
     sha256: str
-    pixels: Image.Image | Tensor | None
+    pixels: Image.Image | Tensor | None = field(compare=False)
     label: int | None = None
     label_origin: LabelOrigin = "none"
     problem: str | None = None
     member: str | None = None
     levels: tuple[int, int] | None = None
-    targets: tuple[int, ...] | None = None
+    targets: tuple[int, ...] | tuple[float, ...] | None = None
+    place: int = 0
+
+    @property
+    def key(self) -> str:
+        """Return the hash of the image, or its name where it could not be read."""
+        return self.sha256 or self.name
+
+    @property
+    def target(self) -> Target:
+        """Return the label of any kind."""
+        return self.label if self.targets is None else self.targets
+
+    def labelled(self, target: Target, origin: LabelOrigin) -> "NamedImage":
+        """Return the image with this label, or without one."""
+        label, targets = (None, target) if isinstance(target, tuple) else (target, None)
+        return replace(self, label=label, targets=targets, label_origin="none" if target is None else origin)
+
+    @property
+    def is_soft(self) -> bool:
+        """Return whether the image has a soft label: a share for each class."""
+        return any(isinstance(share, float) for share in self.targets or ())
 
 
-def read_image(path: str | Path, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:
-    """Read one file; `problem` says what keeps it from being an image, and nothing is raised.
+def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:  # noqa: ANN401
+    """Read one image; `problem` says what keeps it from being one, and nothing is raised.
 
     Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, levels of 16 bits are divided by 257,
-    and the EXIF orientation is applied. Colour profiles are not.
+    and the EXIF orientation of a file is applied. Colour profiles are not.
 
     Args:
-        path: path of the file; its size is limited by `MAX_BYTES`, that of its image by `MIN_SIDE`, `MAX_PIXELS` and
-            `MAX_ASPECT`.
+        source: path of a file, or its bytes, which `MAX_BYTES`, `MIN_SIDE`, `MAX_PIXELS` and `MAX_ASPECT` limit; one of
+            Pillow's images; c × h × w values in [0, 1] or bytes; an image that was read; None or an error for no image.
         name: name of the image in records; None for the path with slashes.
         bit_depth: number of bits, 1 to 16, that the levels of a file of 16 bits use, such as 12 for most medical
             images: the level 2^bit_depth − 1 is white. None for all 16. Files of 8 bits are read as they are.
@@ -81,48 +105,33 @@ def read_image(path: str | Path, *, name: str | None = None, bit_depth: int | No
         PrivlabError: if `bit_depth` is out of range.
     """
     check_bit_depth(bit_depth)
-    path = Path(path)
-    name = path.as_posix() if name is None else name
+    if isinstance(source, NamedImage):
+        return source
+    name = Path(source).as_posix() if name is None else name
+    digest, levels = "", None
     try:
-        data = _file_bytes(path)
-    except PrivlabError as error:
-        return NamedImage(name, "", None, problem=str(error))
-    return image_from_bytes(data, name, bit_depth)
+        if isinstance(source, str | Path):
+            source = _file_bytes(Path(source))
+        if isinstance(source, bytes):
+            digest = hashlib.sha256(source).hexdigest()
+            pixels, levels = _decode(source, bit_depth)
+        elif isinstance(source, Image.Image):
+            _check_size(source)
+            pixels, levels = _rgb(source, bit_depth)
+            digest = hashlib.sha256(f"{pixels.width}x{pixels.height}:".encode() + pixels.tobytes()).hexdigest()
+        elif hasattr(source, "dtype") and hasattr(source, "ndim"):
+            from privlab.images.given import values_of  # this imports torch, which files do not need
 
-
-def image_from_bytes(data: bytes, name: str, bit_depth: int | None = None) -> NamedImage:
-    """Decode the bytes of a file, as `read_image` does.
-
-    Args:
-        data: the whole file, whose SHA-256 is that of the image.
-        name: name of the image in records.
-        bit_depth: as `read_image` takes it.
-    """
-    digest = hashlib.sha256(data).hexdigest()
-    try:
-        pixels, levels = _decode(data, bit_depth)
-        return NamedImage(name, digest, pixels, levels=levels)
+            pixels, digest = values_of(source)
+        elif isinstance(source, Exception):
+            raise source
+        else:
+            problem = "No image in this row." if source is None else f"Not an image but a {type(source).__name__}."
+            raise PrivlabError(problem)
     except PrivlabError as error:
         return NamedImage(name, digest, None, problem=str(error))
-
-
-def image_from_pil(image: Image.Image, name: str, bit_depth: int | None = None) -> NamedImage:
-    """Check an image that another library opened, and convert it to RGB; its hash is over its size and RGB pixels.
-
-    Args:
-        image: the opened image; its EXIF orientation is not applied.
-        name: name of the image in records.
-        bit_depth: as `read_image` takes it.
-    """
-    try:
-        _check_size(image)
-        pixels, levels = _rgb(image, bit_depth)
-    except PrivlabError as error:
-        return NamedImage(name, "", None, problem=str(error))
-    except Exception as error:  # Pillow reads the pixels when they are first used
-        return NamedImage(name, "", None, problem=damage_of(error))
-    header = f"{pixels.width}x{pixels.height}:".encode()
-    digest = hashlib.sha256(header + pixels.tobytes()).hexdigest()
+    except Exception as error:  # on a damaged file, Pillow raises nearly anything, also when pixels are first used
+        return NamedImage(name, digest, None, problem=f"Truncated or damaged: {one_line(error)}.")
     return NamedImage(name, digest, pixels, levels=levels)
 
 
@@ -139,11 +148,8 @@ def check_bit_depth(bit_depth: int | None) -> None:
 def warn_if_dark(bit_depth: int | None) -> Callable[[NamedImage], NamedImage]:
     """Return a function that returns each image as it is, and warns of the first one whose levels look misread.
 
-    The levels of 16 bits of such an image do not reach a quarter of their range, as those of 8, 10, 12 and 14 bits do
-    that a program stored without scaling them.
-
-    Args:
-        bit_depth: what the user states of the levels; if anything, there is no warning.
+    Its levels of 16 bits do not reach a quarter of their range, as those of fewer bits do that were not scaled. There
+    is no warning where `bit_depth` states the levels.
     """
     seen: list[str] = []
 
@@ -161,11 +167,6 @@ def warn_if_dark(bit_depth: int | None) -> Callable[[NamedImage], NamedImage]:
         return image
 
     return check
-
-
-def damage_of(error: Exception) -> str:
-    """Return the problem of an image whose decoding raised `error`."""
-    return f"Truncated or damaged: {one_line(error)}."
 
 
 def one_line(error: BaseException) -> str:
@@ -236,31 +237,23 @@ def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int,
             _check_frames(image)
             mode = _raw_mode(image)
             image.load()
-            if image.format == "PNG":
-                _check_end(data)
+            if image.format == "PNG":  # Pillow decodes one that lacks its last bytes without a word
+                with Image.open(io.BytesIO(data), formats=("PNG",)) as again:
+                    again.verify()
             levels = None
             if ";16" in mode and image.mode in ("RGB", "RGBA"):
                 image, levels = _from_colours(image, data, mode, bit_depth)
-            _turn_upright(image)
+            with suppress(Exception):  # a corrupt EXIF block: no orientation that could be applied
+                ImageOps.exif_transpose(image, in_place=True)
             if mode == "I;12":  # a TIFF that states its depth
                 return _rgb(image, 12)[0], None
             pixels, of_grey = _rgb(image, bit_depth)
             return pixels, levels or of_grey
-    except PrivlabError:
-        raise
     except UnidentifiedImageError:  # Pillow's message holds an address, which differs in every run
         raise PrivlabError(f"Not an image in one of the formats {', '.join(FORMATS)}.") from None
     except Image.DecompressionBombError as error:  # Pillow's own limit is higher than ours
         found = one_line(error).split(" exceeds")[0]
         raise PrivlabError(f"{found} by its header; {PIXEL_LIMIT}") from None
-    except Exception as error:  # on a damaged file, Pillow raises nearly anything
-        raise PrivlabError(damage_of(error)) from None
-
-
-def _check_end(data: bytes) -> None:
-    # Pillow decodes a PNG that lacks its last bytes without a word.
-    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-        image.verify()
 
 
 def _check_size(image: Image.Image) -> None:
@@ -279,11 +272,6 @@ def _check_frames(image: Image.Image) -> None:
     # In the MPO files of phones, the further frames are a preview or a brightness map of the first.
     if frames > 1 and image.format != "MPO":
         raise PrivlabError(f"{frames} frames; only still images are read.")
-
-
-def _turn_upright(image: Image.Image) -> None:
-    with suppress(Exception):  # a corrupt EXIF block: no orientation that could be applied
-        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _raw_mode(image: ImageFile) -> str:

@@ -1,155 +1,136 @@
-"""Images that are given in Python: tensors, arrays, Pillow's images, data sets and loaders, with their labels."""
+"""Data that are given in Python: tensors, arrays, Pillow's images, data sets, loaders and generators, with labels."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.images.datasets import IMAGE_COLUMNS, LABEL_COLUMNS, with_target
-from privlab.images.decode import NamedImage, damage_of, image_from_pil, read_image
-from privlab.images.sources import ImageSource
+from privlab.images.data import Data, Spool, split_item
+from privlab.images.datasets import class_names_of
+from privlab.images.decode import Target, read_image
+from privlab.images.open import open_images
+from privlab.images.targets import checked_targets
 
-Given: TypeAlias = Any
-"""A tensor, an array, a sequence of images, a data set with len(), or an iterable of batches such as a DataLoader."""
 
-
-def given_images(images: Given, labels: Sequence[Any] | Tensor | np.ndarray | None = None) -> ImageSource:
-    """Return images that are in memory, or that a data set or a loader reads, as a source.
+def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
+    """Return images that are in memory, or that a data set, a loader or a generator reads.
 
     Args:
         images: b × c × h × w values in [0, 1] or bytes, as a tensor or an array; a sequence of such images, of Pillow's
-            images or of paths; a data set whose items are images, (image, label) or columns; or an iterable that yields
-            the same batches each time, each of them images or (images, labels).
-        labels: the class of each image, or its classes as a list; None for those that the images bring along.
+            images or of paths; a data set with `len()` whose items are images, (image, label) or columns; an iterable
+            of batches, which is read once: each batch is images, (images, labels) or one image; or what `open_images`
+            opens, by its name.
+        labels: the class of each image, its classes as a list, or b × y shares of the classes; None for those that the
+            images bring along; "predicted" or a path if these are not used.
 
     Raises:
-        PrivlabError: for something else, an empty sequence, or labels of another number.
+        PrivlabError: for something else, no image, values outside [0, 1], or labels that are wrong or of another
+            number.
     """
+    own = labels is None
+    data = images if isinstance(images, Data) else open_images(images) if is_named(images) else _opened(images, own=own)
+    if own or isinstance(labels, str | Path):
+        return data
+    targets = checked_targets(labels, data.count)
+    if data.count is None:  # of a stream, as many images are read as there are labels
+        data = replace(data, places=data.places[: len(targets)])
+    stated = [(f"labels, image {place}", target) for place, target in enumerate(targets)]
+    return replace(data.label(targets, "dataset"), stated=stated)
+
+
+def is_named(images: Any) -> bool:  # noqa: ANN401
+    """Return whether images are given by the name of a source, or by paths."""
+    several = [images] if isinstance(images, str | Path) else images
+    return isinstance(several, list | tuple) and bool(several) and all(isinstance(each, str | Path) for each in several)
+
+
+def _opened(images: Any, *, own: bool) -> Data:  # noqa: ANN401
+    """Return data that are no named source; `own` says whether the labels that come with the images are used."""
+    kind = type(images).__name__
     if isinstance(images, Tensor | np.ndarray) and images.ndim != 4:
         found = " × ".join(map(str, images.shape))
         raise PrivlabError(f"images must be b × c × h × w; one image is images[None]. Found {found}.")
-    values = images if isinstance(images, Tensor | np.ndarray | list | tuple) else ()
-    for place, image in enumerate(values):
-        problem = _problem(torch.as_tensor(image)) if isinstance(image, Tensor | np.ndarray) else None
-        if problem is not None:
-            raise PrivlabError(f"images must be b × c × h × w, of bytes or in [0, 1]. Of image {place}: {problem}")
-    if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
-        return _sequence(images, labels)
-    if not isinstance(images, Iterable) or isinstance(images, Iterator):
-        kind = type(images).__name__
+    if isinstance(images, Mapping) or not (isinstance(images, Iterable) or hasattr(images, "__getitem__")):
+        found = f"{kind} of {', '.join(map(str, images))}" if isinstance(images, Mapping) else kind
         raise PrivlabError(
-            f"images must be a tensor, an array, a sequence, a data set, or an iterable of batches that can be read "
-            f"twice, such as a DataLoader. Found {kind}."
+            "images must be a tensor, an array, a sequence, a data set, or an iterable of batches, such as a loader or "
+            f"a generator. Found {found}."
         )
-    if labels is not None:
-        raise PrivlabError("An iterable of batches brings its labels along, as (images, labels). Leave labels out.")
-    return ImageSource(f"batches of a {type(images).__name__}", None, None, None, read=partial(_batches, images))
+    if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+        items: Any = images
+        description = f"{len(items)} images" + ("" if kind in ("list", "tuple") else f" of a {kind}")
+    else:
+        items, description = Spool(lambda: _items(images, own=own)), f"batches of a {kind}"
+    data = Data(description, items, "image-", range(len(items)), class_names_of(images))
+    _check_values(data, own=own)
+    return data
 
 
-def _sequence(images: Any, labels: Sequence[Any] | Tensor | np.ndarray | None) -> ImageSource:  # noqa: ANN401
-    count = len(images)
-    if not count:
-        raise PrivlabError("At least one of images is needed. Found none.")
-    if labels is not None and len(labels) != count:
-        raise PrivlabError(f"There must be one label for each of the {count} images. Found {len(labels)}.")
-    targets = None if labels is None else [_plain(label) for label in labels]
-    classes = getattr(images, "classes", None)
-    class_names = tuple(map(str, classes)) if isinstance(classes, Sequence) else None
-    names = tuple(f"image-{place}" for place in range(count))
-    kind = type(images).__name__
-    description = f"{count} images of a {kind}" if kind not in ("list", "tuple") else f"{count} images"
-    return ImageSource(description, count, class_names, names, at=partial(_item, images, targets, names))
+def _check_values(data: Data, *, own: bool) -> None:
+    """Check all images that are in memory, but only the first one of a data set: others may be wrong, and fail alone.
+
+    Raises:
+        PrivlabError: if there is no image, or one has wrong values or a wrong soft label.
+    """
+    in_memory = isinstance(data.items, Tensor | np.ndarray | list | tuple)
+    for place in range(len(data)) if in_memory and len(data) else [0]:
+        try:
+            image, label = split_item(data.items[place])
+        except PrivlabError:
+            raise
+        except IndexError:
+            raise PrivlabError("At least one of images is needed. Found none.") from None
+        except Exception:  # a damaged image must not end the run
+            continue
+        if isinstance(image, Tensor | np.ndarray) and (problem := read_image(image, name="").problem) is not None:
+            raise PrivlabError(f"images must be b × c × h × w, of bytes or in [0, 1]. Of image {place}: {problem}")
+        if own:
+            checked_targets([label], 1, f"The label that comes with image {place}", strict=False)
 
 
-def _item(images: Any, targets: Sequence[Any] | None, names: Sequence[str], place: int) -> NamedImage:  # noqa: ANN401
-    """Return the image at a place; one that cannot be read has a problem, and does not end the run."""
-    try:
-        value = images[place]
-        image, target = (value, None) if isinstance(images, Tensor | np.ndarray) else _split(value)
-        found = _image(image, names[place])
-    except Exception as error:
-        return NamedImage(names[place], "", None, problem=damage_of(error))
-    return with_target(found, target if targets is None else targets[place])
-
-
-def _batches(batches: Iterable[Any]) -> Iterator[NamedImage]:
-    place = 0
+def _items(batches: Iterable[Any], *, own: bool) -> Iterator[tuple[Any, Target]]:
+    """Yield the images of batches one by one, each with its label."""
     for batch in batches:
-        images, labels = _split(batch)
-        for i, image in enumerate(images):
-            yield with_target(_image(image, f"image-{place}"), None if labels is None else _plain(labels[i]))
-            place += 1
+        images, labels = split_item(batch)
+        if isinstance(images, Image.Image | str | Path) or getattr(images, "ndim", 4) == 3:
+            images, labels = [images], None if labels is None else [labels]
+        if not hasattr(images, "__len__"):
+            raise PrivlabError(f"images must yield batches: images, or (images, labels). Found {type(batch).__name__}.")
+        labels = [None] * len(images) if labels is None or not own else labels
+        targets = checked_targets(labels, len(images), "The labels of a batch", strict=False)
+        for image, target in zip(images, targets, strict=True):  # a view would be kept with all of its batch
+            yield image.detach().cpu().clone() if isinstance(image, Tensor) else image, target
 
 
-def _split(item: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    """Return the image and the label of an item: a pair, columns by name, or an image alone."""
-    if isinstance(item, Mapping):
-        image = next((item[name] for name in (*IMAGE_COLUMNS, "pixel_values") if name in item), None)
-        label = next((item[name] for name in (*LABEL_COLUMNS, "labels") if name in item), None)
-        if image is None:
-            raise PrivlabError(f"an item needs a column {', '.join(IMAGE_COLUMNS)}; found {', '.join(map(str, item))}")
-        return image, _plain(label)
-    if isinstance(item, tuple | list) and len(item) > 1:
-        return item[0], _plain(item[1])
-    return item, None
+def values_of(image: Tensor | np.ndarray) -> tuple[Float[Tensor, "c h w"], str]:
+    """Return c × h × w values in [0, 1], or bytes, as floats, and the hash over their shape, type and values.
 
-
-def _plain(label: Any) -> Any:  # noqa: ANN401
-    """Return a label as a plain number or list; a row of zeros and ones becomes the classes of its ones."""
-    if not isinstance(label, Tensor | np.ndarray):
-        return label
-    values = np.asarray(label).tolist()
-    if isinstance(values, list) and set(values) <= {0, 1}:
-        return [index for index, value in enumerate(values) if value]
-    return values
-
-
-def _image(image: Any, name: str) -> NamedImage:  # noqa: ANN401
-    if isinstance(image, str | Path):
-        return replace(read_image(image), name=str(image))
-    if isinstance(image, Image.Image):
-        return image_from_pil(image, name)
-    if isinstance(image, Tensor | np.ndarray):
-        return _of_values(torch.as_tensor(image), name)
-    return NamedImage(name, "", None, problem=f"Not an image but a {type(image).__name__}.")
-
-
-def _of_values(image: Tensor, name: str) -> NamedImage:
-    """Return c × h × w values in [0, 1], or bytes, as an image whose hash is over its shape, type and values."""
-    if (problem := _problem(image)) is not None:
-        return NamedImage(name, "", None, problem=problem)
-    values = image.detach().cpu().contiguous()
-    header = f"{tuple(values.shape)}:{values.dtype}:".encode()
-    digest = hashlib.sha256(header + values.numpy().tobytes()).hexdigest()
-    return NamedImage(name, digest, values.float() / 255 if values.dtype == torch.uint8 else values.float())
-
-
-def _problem(image: Tensor) -> str | None:
-    """Return why values are no image; None if they are one."""
-    text = next((text for wrong, text in _PROBLEMS if wrong(image)), None)
-    if text is None:
-        return None
-    low, high = (float(value) for value in image.float().aminmax())
-    right = "divide by 255" if low >= 0 and high > 2 else "the model normalises by itself"
-    return text.format(" × ".join(map(str, image.shape)), image.dtype, low, high, right)
-
-
-_OUTSIDE = "found values outside [0, 1], from {2:.4g} to {3:.4g}: {4}."
-_PROBLEMS: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
-    (lambda x: x.ndim != 3, "an image is c × h × w. Found {0}."),
-    (lambda x: x.shape[0] > 4, "an image has its channels first, c × h × w. Found {0}."),
-    (lambda x: x.dtype != torch.uint8 and not x.is_floating_point(), "values are bytes or in [0, 1]. Found {1}."),
-    (lambda x: x.is_floating_point() and not bool(x.isfinite().all()), "found a value that is not finite."),
-    (
-        lambda x: x.is_floating_point() and bool(((x < 0) | (x > 1)).any()),
-        _OUTSIDE,
-    ),
-)
+    Raises:
+        PrivlabError: if they are no image.
+    """
+    values = torch.as_tensor(image).detach().cpu().contiguous()
+    shape = " × ".join(map(str, values.shape))
+    if values.ndim != 3:
+        raise PrivlabError(f"An image is c × h × w. Found {shape}.")
+    if values.shape[0] > 4:
+        raise PrivlabError(f"An image has its channels first, c × h × w. Found {shape}.")
+    digest = hashlib.sha256(f"{tuple(values.shape)}:{values.dtype}:".encode() + values.numpy().tobytes()).hexdigest()
+    if values.dtype == torch.uint8:
+        return values.float() / 255, digest
+    if not values.is_floating_point():
+        raise PrivlabError(f"Values are bytes or in [0, 1]. Found {values.dtype}.")
+    if not bool(values.isfinite().all()):
+        raise PrivlabError("Found a value that is not finite.")
+    low, high = (float(value) for value in values.float().aminmax())
+    if low < 0 or high > 1:
+        right = "divide by 255" if low >= 0 and high > 2 else "the model normalises by itself"
+        raise PrivlabError(f"Found values outside [0, 1], from {low:.4g} to {high:.4g}: {right}.")
+    return values.float(), digest

@@ -5,23 +5,23 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import get_args
 
-from privlab.base import PrivlabError, unknown_name
-from privlab.images.decode import LabelOrigin, NamedImage, as_text, one_line
-from privlab.images.sources import ImageSource
+import numpy as np
+
+from privlab.base import PrivlabError, check_range, unknown_name
+from privlab.images.data import Data
+from privlab.images.decode import LabelOrigin, NamedImage, Target, as_text, one_line
+from privlab.images.targets import target_of
 
 MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
-_NEEDED_COLUMNS = ("name", "sha256")
-_ORIGINS: tuple[LabelOrigin, ...] = tuple(
-    origin for origin in get_args(LabelOrigin) if origin not in ("predicted", "released")
-)
+_ORIGINS: Mapping[str, LabelOrigin] = {"folder": "folder", "file": "file", "dataset": "dataset", "none": "none"}
 _MOST_CHARACTERS = 60
 
 
@@ -31,8 +31,7 @@ class Entry:
 
     name: str
     sha256: str
-    label: int | None
-    targets: tuple[int, ...] | None
+    target: Target
     origin: LabelOrigin | None
     member: str | None
     line: int
@@ -57,22 +56,44 @@ def to_csv(images: Iterable[NamedImage]) -> str:
 
 
 def _label_cell(image: NamedImage) -> str:
-    if image.targets is not None:
-        return ";".join(map(str, image.targets)) + ";"
-    return "" if image.label is None else str(image.label)
+    if image.targets is None:
+        return "" if image.label is None else str(image.label)
+    if image.is_soft:
+        return "|".join(map(str, image.targets))
+    return ";".join(map(str, image.targets)) + ";"
 
 
-def _targets_of(cell: str, where: str) -> tuple[int, ...]:
-    return tuple(sorted(_label_of(index, "label", where) for index in cell.split(";") if index.strip()))
+def _target_of(cell: str, column: str, where: str) -> Target:
+    """Return the target that a cell states."""
+    if ";" in cell:
+        return tuple(sorted(_label_of(index, column, where) for index in cell.split(";") if index.strip()))
+    if "|" not in cell:
+        return _label_of(cell, column, where)
+    target = None
+    with suppress(ValueError):
+        target = target_of(np.array(cell.split("|"), float))
+    if target is None:
+        raise PrivlabError(f"{where}: {column} must be shares of the classes, which add up to 1. Found {cell!r}.")
+    return target
+
+
+@contextmanager
+def _table(path: Path, what: str) -> Iterator["csv.DictReader[str]"]:
+    """Open a CSV file in UTF-8."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield csv.DictReader(file, strict=True)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PrivlabError(f"Cannot read the {what} '{path}': {one_line(error)}.") from None
 
 
 def read_manifest(path: Path) -> tuple[Entry, ...]:
     """Return the lines of a manifest, a CSV file in UTF-8.
 
-    The columns name and sha256 (64 hex digits) are needed. Optional are label (a class index, or for a multi-label
-    target the index of each class followed by a semicolon, as in 0;3;; empty for the source's own label), label_origin
-    (folder, file, dataset, or none for an image without a label; file where it is left out) and member (seen, not seen
-    or unknown; unknown where it is left out).
+    The columns name and sha256 (64 hex digits) are needed. Optional are label (a class index; for a multi-label target
+    the index of each class followed by a semicolon, as in 0;3;; for a soft label the share of each class, as in
+    0.25|0.75; empty for the source's own label), label_origin (folder, file, dataset, or none for an image without a
+    label; file where it is left out) and member (seen, not seen or unknown; unknown where it is left out).
 
     Raises:
         PrivlabError: if the file cannot be read or is empty; if a column is missing, unknown or there twice; if a value
@@ -80,39 +101,20 @@ def read_manifest(path: Path) -> tuple[Entry, ...]:
     """
     entries: list[Entry] = []
     first: dict[tuple[str, str], int] = {}
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file, strict=True)
-            _check_header(rows.fieldnames or (), path)
-            for row in rows:
-                entry = _entry(row, f"{path}, line {rows.line_num}", rows.line_num)
-                for kind, value in (("name", entry.name), ("SHA-256", entry.sha256)):
-                    if (at := first.setdefault((kind, value), entry.line)) != entry.line:
-                        raise PrivlabError(
-                            f"{path}, line {entry.line}: the {kind} '{_short(value)}' stands in line {at} already. "
-                            "Name each photograph once."
-                        )
-                entries.append(entry)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise PrivlabError(f"Cannot read the manifest '{path}': {one_line(error)}.") from None
+    with _table(path, "manifest") as rows:
+        _check_header(rows.fieldnames or (), path)
+        for row in rows:
+            entry = _entry(row, f"{path}, line {rows.line_num}", rows.line_num)
+            for kind, value in (("name", entry.name), ("SHA-256", entry.sha256)):
+                if (at := first.setdefault((kind, value), entry.line)) != entry.line:
+                    raise PrivlabError(
+                        f"{path}, line {entry.line}: the {kind} '{_short(value)}' stands in line {at} already. "
+                        "Name each photograph once."
+                    )
+            entries.append(entry)
     if not entries:
         raise PrivlabError(f"The manifest '{path}' names no photograph. Give one or more, each in a line of its own.")
     return tuple(entries)
-
-
-def check_labels(path: Path, classes: int) -> None:
-    """Check that the labels of a manifest are those of a victim with so many classes.
-
-    Raises:
-        PrivlabError: for a label that is out of range, and as `read_manifest` does.
-    """
-    for entry in read_manifest(path):
-        largest = max(entry.targets or (), default=entry.label)
-        if largest is not None and largest >= classes:
-            raise PrivlabError(
-                f"{path}, line {entry.line}: label must be below {classes}, the number of the victim's classes. "
-                f"Found {largest}."
-            )
 
 
 def _check_header(header: Sequence[str], path: Path) -> None:
@@ -122,7 +124,7 @@ def _check_header(header: Sequence[str], path: Path) -> None:
             raise PrivlabError(f"{where}: {unknown_name('column of a manifest', _short(name), _COLUMNS)}")
         if header.count(name) > 1:
             raise PrivlabError(f"{where}: the column {name} is there twice. Keep one of them.")
-    if lacking := [name for name in _NEEDED_COLUMNS if name not in header]:
+    if lacking := [name for name in _COLUMNS[:2] if name not in header]:
         found = ", ".join(header) or "none"
         raise PrivlabError(f"{where}: a manifest has the columns name and sha256. Found: {found}; add {lacking[0]}.")
 
@@ -138,18 +140,16 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
     if (member := cells.get("member") or "unknown") not in MEMBERS:
         raise PrivlabError(f"{where}: member must be seen, not seen or unknown. Found '{_short(member)}'.")
     cell = cells.get("label", "")
-    targets = _targets_of(cell, where) if ";" in cell else None
-    label = _label_of(cell, "label", where) if cell and targets is None else None
+    target = _target_of(cell, "label", where) if cell else None
     said = cells.get("label_origin") or ("file" if cell else "")
-    origins: dict[str, LabelOrigin] = {name: name for name in _ORIGINS}
-    origin = origins.get(said)
+    origin = _ORIGINS.get(said)
     if said and origin is None:
         raise PrivlabError(f"{where}: label_origin must be {', '.join(_ORIGINS)}. Found '{_short(said)}'.")
     if origin is not None and (origin == "none") != (not cell):
         stated = f"label {cell}" if cell else "no label"
         right = "Give label_origin file, or leave one of them out."
         raise PrivlabError(f"{where}: label_origin '{origin}' does not go with {stated}. {right}")
-    return Entry(name, sha256, label, targets, origin, None if member == "unknown" else member, line)
+    return Entry(name, sha256, target, origin, None if member == "unknown" else member, line)
 
 
 def _short(text: str) -> str:
@@ -158,76 +158,58 @@ def _short(text: str) -> str:
     return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}…"
 
 
-def choose_images(source: ImageSource, path: Path, *, check: bool = True) -> ImageSource:
-    """Return exactly the images of a source that a manifest names, in its order, with its labels and memberships.
+def choose_images(data: Data, path: Path, *, check: bool = True) -> Data:
+    """Return exactly the images that a manifest names, in its order, with its labels and memberships.
 
     Args:
-        source: the images to choose from; a stream is read until the last of them has come.
+        data: the images to choose from; a stream is read until the last of them has come.
         path: path of the manifest, as `read_manifest` reads it.
         check: whether the hash of each chosen image is compared with the manifest's. Whole files are hashed without
             being decoded, other images are read once more for it.
 
     Raises:
-        PrivlabError: as `read_manifest` does; if the source lacks an image of the manifest, or its hash differs.
+        PrivlabError: as `read_manifest` does; if the data lack an image of the manifest, or its hash differs.
     """
     entries = read_manifest(path)
     by_name = {entry.name: entry for entry in entries}
-    taken = (
-        _choose_from_stream(source, entries, path) if source.names is None else _choose_by_name(source, entries, path)
-    )
+    position_of = _positions(data, by_name.keys())
+    for entry in entries:
+        if entry.name not in position_of:
+            such = f"; its names are such as '{_short(as_text(data.names[0]))}'" if data.names else ""
+            raise PrivlabError(
+                f"{path}, line {entry.line}: no image '{_short(entry.name)}' in {data.description}{such}. "
+                "Give the --images that the manifest was made for."
+            )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    described = f"{data.description}; {len(entries)} of them chosen by {path.name} (SHA-256 {digest[:16]})"
+    chosen = data.choose([position_of[entry.name] for entry in entries])
 
-    def with_entry(image: NamedImage) -> NamedImage:
+    def change(image: NamedImage) -> NamedImage:
         entry = by_name[as_text(image.name)]
-        if entry.origin is None:
-            return replace(image, member=entry.member)
-        labelled = replace(image, label=entry.label, targets=entry.targets, label_origin=entry.origin)
-        return replace(labelled, member=entry.member)
+        image = replace(image, member=entry.member)
+        return image if entry.origin is None else image.labelled(entry.target, entry.origin)
 
-    told = f"{source.description}; {len(entries)} of them chosen by {path.name} (SHA-256 {digest[:16]})"
-    found = replace(taken.transform(with_entry), description=told)
-    for entry, image in zip(entries, found.without_pixels() if check else (), strict=check):
+    chosen = chosen.transform(change)
+    for entry, image in zip(entries, chosen.without_pixels() if check else (), strict=check):
         if image.sha256 != entry.sha256:
             problem = f"is {image.sha256[:12]}…" if image.sha256 else "cannot be had, for it cannot be read"
             raise PrivlabError(
                 f"{path}, line {entry.line}: the SHA-256 of '{_short(entry.name)}' {problem}. "
                 f"The manifest says {entry.sha256[:12]}…: it names another image, or this one has changed."
             )
+    stated = [(f"{path}, line {entry.line}", entry.target) for entry in entries]
+    return replace(chosen, description=described, stated=stated)
+
+
+def _positions(data: Data, wanted: Collection[str]) -> dict[str, int]:
+    """Return the positions of the images of these names; a stream is read until it has had them all."""
+    found: dict[str, int] = {}
+    for position, name in enumerate(data.names or (image.name for image in data)):
+        if (text := as_text(name)) in wanted:
+            found[text] = position
+        if len(found) == len(wanted):
+            break
     return found
-
-
-def _choose_by_name(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
-    """Return the images of a source that knows their names."""
-    names = source.names or ()
-    place_of = {as_text(name): place for place, name in enumerate(names)}
-    for entry in entries:
-        if entry.name not in place_of:
-            such = f"; its names are such as '{_short(as_text(names[0]))}'" if names else ""
-            raise _absence(source, entry, path, such)
-    return source.choose([place_of[entry.name] for entry in entries])
-
-
-def _choose_from_stream(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
-    """Return the images of a stream: those that come before their turn wait for it."""
-
-    def read() -> Iterator[NamedImage]:
-        wanted, waiting, stream = {entry.name for entry in entries}, dict[str, NamedImage](), iter(source)
-        for entry in entries:
-            while entry.name not in waiting:
-                if (image := next(stream, None)) is None:
-                    raise _absence(source, entry, path, "")
-                if as_text(image.name) in wanted:
-                    waiting[as_text(image.name)] = image
-            yield waiting.pop(entry.name)
-
-    return replace(source, count=len(entries), read=read, changes=())
-
-
-def _absence(source: ImageSource, entry: Entry, path: Path, names: str) -> PrivlabError:
-    return PrivlabError(
-        f"{path}, line {entry.line}: no image '{_short(entry.name)}' in {source.description}{names}. "
-        "Give the --images that the manifest was made for."
-    )
 
 
 def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
@@ -247,39 +229,23 @@ def check_choice(limit: int | None, every: int | None, offset: int | None, manif
             continue
         if manifest is not None:
             raise PrivlabError(f"A manifest names its photographs one by one. Found {name} {value} beside it.")
-        check_whole(name, value, least)
-
-
-def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Check that a value is an integer that is large enough.
-
-    Args:
-        name: name of the value, for the error.
-        value: the value.
-        least: the least integer that is allowed.
-
-    Raises:
-        PrivlabError: if it is none.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         right = "a positive integer" if least else "an integer from 0 on"
-        raise PrivlabError(f"{name} must be {right}. Found {value!r}.")
+        check_range(type(value) is int and value >= least, name, right, value)
 
 
-def relabel(source: ImageSource, path: Path) -> ImageSource:
-    """Return the source with the labels of the file; an image that the file lacks has no label."""
+def relabel(data: Data, path: Path) -> Data:
+    """Return the data with the labels of the file; an image that the file lacks has no label."""
     table = read_labels(path)
-    if source.names is not None:
-        _check_labels(table, source.names, path)
+    if data.names is not None:
+        _check_names(table, data.names, path)
 
     def with_label(image: NamedImage) -> NamedImage:
-        label = table.get(image.name, table.get(PurePosixPath(image.name).name))
-        return replace(image, label=label, targets=None, label_origin="none" if label is None else "file")
+        return image.labelled(table.get(image.name, table.get(PurePosixPath(image.name).name)), "file")
 
-    return replace(source.transform(with_label), class_names=None)
+    return replace(data.transform(with_label), class_names=None, stated=())
 
 
-def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) -> None:
+def _check_names(table: Mapping[str, Target], names: Sequence[str], path: Path) -> None:
     bases = Counter(PurePosixPath(name).name for name in names)
     known = set(names)
     for file in table:
@@ -289,40 +255,32 @@ def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) ->
         raise PrivlabError(f"{path}: none of its {len(table)} files is an image of the source, as '{names[0]}' is.")
 
 
-def read_labels(path: Path) -> dict[str, int]:
-    """Return the label of each file that a CSV file names.
+def read_labels(path: Path) -> dict[str, Target]:
+    """Return the label of each file that a CSV file names, written as in a manifest.
 
     Raises:
         PrivlabError: if the file cannot be read, or holds something else.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            column = _label_column(rows.fieldnames or [], path)
-            table: dict[str, int] = {}
-            for row in rows:
-                where = f"{path}, line {rows.line_num}"
-                name = PurePosixPath(row["file"] or "").as_posix()
-                if name in table:
-                    raise PrivlabError(f"{where}: the file '{name}' is listed twice; give it one label.")
-                table[name] = _label_of(row[column], column, where)
-            return table
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise PrivlabError(f"Cannot read the labels '{path}': {one_line(error)}.") from None
+    table: dict[str, Target] = {}
+    with _table(path, "labels") as rows:
+        header = rows.fieldnames or []
+        column = next((key for key in ("class_index", "label") if key in header), None)
+        if column is None or "file" not in header:
+            found = ", ".join(header) or "none"
+            raise PrivlabError(f"{path}, line 1: expected the columns file and class_index (or label). Found: {found}.")
+        for row in rows:
+            where = f"{path}, line {rows.line_num}"
+            name = PurePosixPath(row["file"] or "").as_posix()
+            if name in table:
+                raise PrivlabError(f"{where}: the file '{name}' is listed twice; give it one label.")
+            table[name] = _target_of(row[column] or "", column, where)
+    return table
 
 
-def _label_column(header: Sequence[str], path: Path) -> str:
-    column = next((key for key in ("class_index", "label") if key in header), None)
-    if column is None or "file" not in header:
-        found = ", ".join(header) or "none"
-        raise PrivlabError(f"{path}, line 1: expected the columns file and class_index (or label). Found: {found}.")
-    return column
-
-
-def _label_of(text: str | None, column: str, where: str) -> int:
+def _label_of(text: str, column: str, where: str) -> int:
     """Return the class index, in [0, 2^63 − 1], that a cell of a CSV file holds, as 2 or 2.0."""
     # Programs that know no empty integers write 2.0 for 2.
-    digits = re.fullmatch(r"\s*([0-9]+)(\.0*)?\s*", text or "")
+    digits = re.fullmatch(r"\s*([0-9]+)(\.0*)?\s*", text)
     value = -1 if digits is None else int(digits[1])
     if not 0 <= value < 2**63:
         raise PrivlabError(f"{where}: {column} must be an integer from 0 on, of 64 bits. Found {text!r}.")

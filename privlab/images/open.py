@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range
 from privlab.images import datasets, sources
+from privlab.images.data import Data
 from privlab.images.decode import NamedImage, check_bit_depth, warn_if_dark
-from privlab.images.manifest import check_choice, check_whole, choose_images, relabel
-from privlab.images.sources import ImageSource, Opening
+from privlab.images.manifest import check_choice, choose_images, relabel
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 
 def open_images(
-    source: str | Path | Sequence[str | Path] | ImageSource,
+    source: str | Path | Sequence[str | Path] | Data,
     *,
     limit: int | None = None,
     every: int | None = None,
@@ -32,13 +32,13 @@ def open_images(
     class_to_index: Mapping[str, int] | None = None,
     bit_depth: int | None = None,
     check: bool = True,
-) -> ImageSource:
+) -> Data:
     """Open images without reading them.
 
     Args:
         source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per class), one
             or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A folder called
-            samples is "./samples". A source that is open already is taken as it is.
+            samples is "./samples". Data that are open already are taken as they are.
         limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first image
             of each class in the order of their names, then the second of each, and so on.
         every: use every `every`-th image only, in the order in which `limit` takes them; `limit` counts what is left.
@@ -68,68 +68,55 @@ def open_images(
     check_choice(limit, every, offset, manifest)
     check_bit_depth(bit_depth)
     spread = (limit, every, offset) != (None, None, None)
-    opened = _open(source, Opening(split, class_to_index, spread, bit_depth, own_labels=labels is None))
+    opened = _open(source, split, class_to_index, own_labels=labels is None)
+    opened = opened.by_turns() if spread else opened
     if bit_depth is not None:
-        opened = replace(opened, description=f"{opened.description}, files of 16 bits read as {bit_depth}")
+        described = f"{opened.description}, files of 16 bits read as {bit_depth}"
+        opened = replace(opened, description=described, bit_depth=bit_depth)
     opened = opened.transform(warn_if_dark(bit_depth))
     if manifest is not None:
         opened = choose_images(opened, Path(manifest), check=check)
     if labels not in (None, "predicted"):
         opened = relabel(opened, Path(labels))
-    return _take(opened, limit, every, offset)
-
-
-def _open(source: str | Path | Sequence[str | Path] | ImageSource, how: Opening) -> ImageSource:
-    if isinstance(source, ImageSource):
-        return source
-    several = not isinstance(source, (str, Path))
-    if several and len(source) == 1:
-        return _open(source[0], how)
-    if isinstance(source, str) and source.startswith("torchvision:"):
-        return datasets.torchvision(source.removeprefix("torchvision:"), how)
-    if isinstance(source, str) and source.startswith("hf:"):
-        return datasets.hugging_face(source.removeprefix("hf:"), how)
-    if not several and source != "samples" and Path(source).is_dir():
-        return sources.folder(Path(source), how)
-    if not several and Path(source).suffix == ".parquet" and Path(source).is_file():
-        return datasets.parquet(Path(source), how)
-    if how.split is not None and (several or source == "samples" or Path(source).exists()):
-        raise PrivlabError(f"split is for folders and datasets. Found split '{how.split}' with {source}.")
-    if source == "samples":
-        return sources.samples()
-    return sources.files([Path(path) for path in source] if several else [Path(source)], how)
-
-
-def _take(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
-    """Return every `every`-th image from `offset` on, `limit` of them."""
-    if (limit, every, offset) == (None, None, None):
-        return source
     start, step = offset or 0, every or 1
-    if source.count is not None and start >= max(1, source.count):
-        raise PrivlabError(f"offset must be less than the number of images, {source.count}. Found {start}.")
-    stop = None if limit is None else start + step * limit
-    numbered = source
+    if start:
+        try:
+            opened[start]
+        except IndexError:
+            number = f" of {opened.description}" if opened.count is None else f", {opened.count}"
+            raise PrivlabError(f"offset must be less than the number of images{number}. Found {start}.") from None
     if (every, offset) != (None, None):
-        numbered = replace(source, description=f"{source.description}; one in {step}, from position {start} on")
-    if source.at is not None and source.count is not None:
-        return numbered.choose(range(source.count)[start:stop:step])
-    return replace(
-        numbered,
-        count=None if source.count is None else len(range(source.count)[start:stop:step]),
-        names=None if source.names is None else source.names[start:stop:step],
-        read=lambda: _from(source, start, stop, step),
-        changes=(),
-    )
+        opened = replace(opened, description=f"{opened.description}; one in {step}, from position {start} on")
+    return replace(opened, places=opened.places[start : None if limit is None else start + step * limit : step])
 
 
-def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[NamedImage]:
-    """Yield images of a stream, whose end may come before the first of them."""
-    found = islice(iter(source), start, stop, step)
-    if (first := next(found, None)) is not None:
-        yield first
-    elif start:
-        raise PrivlabError(f"offset must be less than the number of images of {source.description}. Found {start}.")
-    yield from found
+def _open(
+    source: str | Path | Sequence[str | Path] | Data,
+    split: str | None,
+    class_to_index: Mapping[str, int] | None,
+    *,
+    own_labels: bool,
+) -> Data:
+    several = [source] if isinstance(source, str | Path | Data) else source
+    first = several[0] if len(several) == 1 else None
+    if isinstance(first, str) and first.startswith("torchvision:"):
+        return datasets.torchvision(first.removeprefix("torchvision:"), split)
+    if isinstance(first, str) and first.startswith("hf:"):
+        return datasets.hugging_face(first.removeprefix("hf:"), split)
+    if isinstance(first, str | Path) and first != "samples" and Path(first).is_dir():
+        return sources.folder(Path(first), split, class_to_index)
+    if isinstance(first, str | Path) and Path(first).suffix == ".parquet" and Path(first).is_file():
+        return datasets.parquet(Path(first), split, own_labels=own_labels)
+    if isinstance(first, Data):
+        opened = first
+    elif first == "samples":
+        opened = sources.samples()
+    else:
+        opened = sources.files([Path(path) for path in several if not isinstance(path, Data)])
+    if split is not None:
+        found = opened.description if isinstance(source, Data) else source
+        raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {found}.")
+    return opened
 
 
 @dataclass(frozen=True)
@@ -152,33 +139,28 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         for side in self.size:
-            check_whole("size", side)
+            check_range(type(side) is int and side >= 1, "size", "a positive integer", side)
         check_range(0 < self.crop_pct <= 1, "crop_pct", "in (0, 1]", self.crop_pct)
         check_name("interpolation", self.interpolation, INTERPOLATIONS)
 
     def __call__(self, pixels: Image.Image | Tensor) -> Float[Tensor, "c h w"]:
-        """Return the resized, centre-cropped image, in [0, 1]; values of the input's size are taken as they are."""
+        """Return the resized, centre-cropped image, in [0, 1]; values of the input's size are taken as they are.
+
+        Values are resized without rounding.
+        """
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
-        if isinstance(pixels, Tensor):
-            return self._of_values(pixels)
-        resize = Resize(self.resize_to(pixels.height, pixels.width), InterpolationMode(self.interpolation))
-        cut = Compose([resize, CenterCrop(self.size)])(self.convert_colours(pixels))
-        return ToTensor()(cut)[: len(self.mean)]
-
-    def _of_values(self, image: Float[Tensor, "c h w"]) -> Float[Tensor, "c y x"]:
-        """Return values as they are if they have the input's size, else resized and cropped without rounding."""
-        from torchvision.transforms import CenterCrop, InterpolationMode, Resize
-
-        channels, height, width = image.shape
-        if channels != len(self.mean):
+        is_tensor = isinstance(pixels, Tensor)
+        if is_tensor and len(pixels) != len(self.mean):
             raise PrivlabError(
-                f"Images must have {len(self.mean)} channels, as the model takes them. Found {channels}."
+                f"Images must have {len(self.mean)} channels, as the model takes them. Found {len(pixels)}."
             )
-        if (height, width) == self.size:
-            return image
+        height, width = pixels.shape[1:] if is_tensor else (pixels.height, pixels.width)
         resize = Resize(self.resize_to(height, width), InterpolationMode(self.interpolation))
-        return CenterCrop(self.size)(resize(image)).clamp(0, 1)  # bicubic interpolation overshoots
+        cut = Compose([resize, CenterCrop(self.size)])
+        if is_tensor:  # bicubic interpolation overshoots
+            return pixels if (height, width) == self.size else cut(pixels).clamp(0, 1)
+        return ToTensor()(cut(self.convert_colours(pixels)))[: len(self.mean)]
 
     def convert_colours(self, pixels: Image.Image) -> Image.Image:
         """Return an image in as many colours as the input has, or in three where it has two."""
@@ -197,49 +179,40 @@ class Preprocessing:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Readable images with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
-
-    The `named` images have dropped their `pixels`.
-    """
+    """Readable images, which left their preprocessed pixels in `images`, and the unreadable ones met on the way."""
 
     named: tuple[NamedImage, ...]
     images: Float[Tensor, "b c h w"]
     failed: tuple[NamedImage, ...]
 
 
-def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    """Yield the images of a source in chunks of `size` readable ones, preprocessed.
+def batches(data: Data, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
+    """Yield the images of data in chunks of `size` readable ones, preprocessed.
 
     The last chunk may have fewer images, or unreadable ones only.
 
     Args:
-        source: the images, read one at a time as the chunks are asked for.
+        data: the images, read one at a time as the chunks are asked for.
         preprocessing: makes the pixels of each image, c × h × w in [0, 1].
         size: the number of readable images in a chunk, at least 1.
 
     Raises:
         PrivlabError: if `size` is not a positive integer.
     """
-    check_whole("size", size)
-    return _chunks(source, preprocessing, size)
+    check_range(type(size) is int and size >= 1, "size", "a positive integer", size)
+    left = iter(data)
+    chunks = iter(lambda: chunk_of(left, preprocessing, size), None)
+    return takewhile(lambda chunk: chunk.named or chunk.failed, chunks)
 
 
-def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    left = iter(source)
-    while (chunk := chunk_of(_readable(left, size), preprocessing)).named or chunk.failed:
-        yield chunk
+def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing, size: int | None = None) -> Chunk:
+    """Return images as one chunk.
 
-
-def _readable(found: Iterator[NamedImage], size: int) -> Iterator[NamedImage]:
-    """Yield images until `size` readable ones were among them."""
-    count = 0
-    while count < size and (image := next(found, None)) is not None:
-        count += image.pixels is not None
-        yield image
-
-
-def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing) -> Chunk:
-    """Return images as one chunk."""
+    Args:
+        found: the images.
+        preprocessing: as `batches` takes it.
+        size: the number of readable images after which no more are taken; None for all.
+    """
     fine: list[NamedImage] = []
     images: list[Tensor] = []
     failed: list[NamedImage] = []
@@ -249,5 +222,7 @@ def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing) -> Chunk
         else:
             images.append(preprocessing(image.pixels))
             fine.append(replace(image, pixels=None))
+        if len(fine) == size:
+            break
     empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
     return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))

@@ -12,7 +12,8 @@ from privlab.base import PrivlabError
 from privlab.victims import Victim, VictimModel
 
 Images = Tensor | np.ndarray | Sequence[Tensor] | Sequence[np.ndarray]  # b images as `images_for` takes them
-Labels = Tensor | np.ndarray | Sequence[int]  # b class indices as `labels_for` takes them
+Labels = Tensor | np.ndarray | Sequence[int]  # b class indices or soft labels, as `labels_for` takes them
+_ROUNDING = 1e-3  # how far the shares of a soft label may be from 1 in all
 
 
 def model_of(model: object) -> VictimModel:
@@ -72,20 +73,25 @@ def images_for(model: VictimModel, given: Images, what: str = "images") -> Float
     return images.to(model.mean)
 
 
-def labels_for(model: VictimModel, given: Labels, count: int) -> Int[Tensor, " b"]:
-    """Return class indices on the model's device, in 64 bits.
+def labels_for(model: VictimModel, given: Labels, count: int) -> Int[Tensor, " b"] | Float[Tensor, "b y"]:
+    """Return class indices on the model's device, in 64 bits, or soft labels in the model's precision.
 
     Args:
         model: the model, whose classes are 0 … classes − 1.
-        given: the class index of each image.
+        given: the class index of each image, or its probability of each class.
         count: b, the number of images.
 
     Raises:
-        PrivlabError: if there is no image, or the labels are no integers, not as many as the images, or out of range.
+        PrivlabError: if there is no image, or the labels are no integers and no probabilities, not as many as the
+            images, or out of range.
     """
     if not count:
         raise PrivlabError("A client needs at least one image. Found none.")
     labels = _tensor(given, "labels")
+    if labels.ndim == 2 and labels.shape == (count, model.classes) and labels.is_floating_point():
+        if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < _ROUNDING).all()):
+            raise PrivlabError("Each soft label must be probabilities that add up to 1.")
+        return labels.to(model.mean)
     if labels.shape != (count,):
         found = f"{len(labels)} labels" if labels.ndim == 1 else f"the shape {tuple(labels.shape)}"
         raise PrivlabError(f"There must be one label for each of the {count} images. Found {found}.")

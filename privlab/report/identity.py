@@ -15,7 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation import CONTROL, Batch, Controls, Specification, victim_of
 from privlab.grids import specification_of
-from privlab.images import ImageSource, NamedImage, Others, Preprocessing
+from privlab.images import Data, NamedImage, Others, Preprocessing
 from privlab.metrics import Embedding, psnr
 from privlab.report.intervals import clopper_pearson
 from privlab.report.ranks import class_agreement, cosines, low_pass, ranks_by, squeeze_embedding
@@ -50,7 +50,7 @@ class Question:
         device: where networks compute.
     """
 
-    candidates: ImageSource | None = None
+    candidates: Data | None = None
     people: bool = False
     among: tuple[int, ...] = ()
     embedding: Embedding | None = None
@@ -118,7 +118,7 @@ class _Pool:
     _features: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, candidates: ImageSource, preprocessing: Preprocessing) -> "_Pool":
+    def of(cls, candidates: Data, preprocessing: Preprocessing) -> "_Pool":
         """Return the candidates, each content once; those that cannot be read are left out with a warning."""
         images: dict[str, Tensor] = {}
         people: dict[str, int | None] = {}

@@ -22,7 +22,8 @@ from privlab.evaluation import (
     attempt,
     batch_key,
 )
-from privlab.grids import Grid, Reference, Task, machine_facts
+from privlab.grids import Grid, Task, machine_facts
+from privlab.images import NamedImage
 from privlab.runs.attack import experiment_of, facts_of
 from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation
 from privlab.victims import Victim, victim
@@ -33,7 +34,7 @@ UNSCORED = "No private image is known, so nothing could be scored: look at the r
 Row = dict[str, Any]
 """What an audit found by one attack, by name."""
 
-Release = tuple[Reference, ...]
+Release = tuple[NamedImage, ...]
 """The images of one release, which are attacked together."""
 
 
@@ -48,7 +49,7 @@ def unknown_images(name: str, released: bytes, count: int) -> Release:
     names = [f"{name}/{i}" for i in range(count)]
     digests = (hashlib.sha256(f"{each}\0".encode() + released).hexdigest() for each in names)
     return tuple(
-        Reference(each, sha256, None, place=i) for i, (each, sha256) in enumerate(zip(names, digests, strict=True))
+        NamedImage(each, sha256, None, place=i) for i, (each, sha256) in enumerate(zip(names, digests, strict=True))
     )
 
 

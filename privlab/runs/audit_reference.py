@@ -171,8 +171,8 @@ def as_fed(
     ):
         return scorer, None
     proof, name, fed = min(proven, key=lambda each: each[0])
-    found, tried = nearest(pixels, base.preprocessing, fed)
-    image, kept = found.image.to(fed), base.preprocessing
+    way, image, tried = nearest(pixels, base.preprocessing, fed)
+    image, kept = image.to(fed), base.preprocessing
     own, left = (residual(seen, x, label) for x in (scorer.image, image))
     before, after = (float(psnr(fed, x)) for x in (scorer.image, image))
     how = "as it is" if _fits(pixels, base) else f"crop_pct {kept.crop_pct:g}, {kept.interpolation}"
@@ -183,13 +183,13 @@ def as_fed(
     own_explains = is_explained(own, seen.client)
     if is_explained(left, seen.client) and (not own_explains or after > before + _PSNR_MARGIN):
         return replace(scorer, image=image), (
-            f"{otherwise}. It gives the released {what} {found.how} (residual {left:.2g}, {name} at {after:.2f} dB): "
+            f"{otherwise}. It gives the released {what} {way} (residual {left:.2g}, {name} at {after:.2f} dB): "
             "scores are by that."
         )
     if own_explains:
         return scorer, None
     return scorer, (
-        f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.2g}, {name} at "
+        f"{otherwise} and in none of {tried} usual ways (the nearest, {way}: residual {left:.2g}, {name} at "
         f"{after:.2f} dB), or it is another image. {name} gives the released {what} (residual {proof:.2g}), the "
         "reference does not: low scores say nothing here."
     )

@@ -21,7 +21,7 @@ from privlab.benchmark.rule import judge
 from privlab.benchmark.submit import worth_of
 from privlab.benchmark.tracks import TrackCase, photographs, track
 from privlab.evaluation import Specification
-from privlab.images import ImageSource
+from privlab.images import Data
 from privlab.report.tables.knowledge import AGGREGATION, declared_defenses
 
 CARD = (PACKAGE / "cards/local-training-secure-aggregation.toml").read_text("utf-8")
@@ -93,7 +93,7 @@ def test_without_secure_aggregation_a_part_is_one_run() -> None:
 
 def ran(spec: Specification, *given: object, **how: object) -> Any:
     """Return what a run would record, and write nothing: a row for each of its photographs."""
-    assert isinstance(spec.images, ImageSource)
+    assert isinstance(spec.images, Data)
     hashes = [image.sha256 for image in spec.images.without_pixels()]
     rows = {"attack": "client-unrolling", "setting": spec.settings[0], "geometry": "in_place", "draw": 0}
     found = DataFrame(rows | {"image_sha256": hashes, "image": "", "defense": "none", "defense_params": "{}"})

@@ -218,13 +218,16 @@ ZERO = "0" * 64
             "line 2: label must be an integer from 0 on, of 64",
         ),
         (
-            ["name,sha256,label", f"a.png,{ZERO},1000"],
-            "line 2: label must be below 1000, the number of the victim's classes. Found 1000.",
+            ["name,sha256,label", "a.png,OWN,1000"],
+            "line 2: Label 1000 is out of range: the victim has 1000 classes (0 to 999).",
         ),
     ],
 )
-def test_line_that_is_refused(attack: Callable[..., Any], tmp_path: Path, rows: list[str], message: str) -> None:
-    (tmp_path / "m.csv").write_text("\n".join(rows) + "\n")
+def test_line_that_is_refused(
+    attack: Callable[..., Any], photos: Path, tmp_path: Path, rows: list[str], message: str
+) -> None:
+    own = hashlib.sha256((photos / "a.png").read_bytes()).hexdigest()
+    (tmp_path / "m.csv").write_text("\n".join(rows).replace("OWN", own) + "\n")
     error = attack("--manifest", tmp_path / "m.csv").error
     assert error.startswith(f"{tmp_path / 'm.csv'}, {message}")
     assert not (tmp_path / "run").exists()

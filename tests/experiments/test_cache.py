@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,8 @@ from privlab.base import PrivlabError
 from privlab.experiments.training import reading
 from privlab.experiments.training.examples import Examples
 from privlab.experiments.training.reading import read_examples
-from privlab.images import ImageSource, NamedImage, open_images
+from privlab.images import Data, NamedImage, open_images
+from privlab.images.data import Spool
 
 SIDE = (12, 12)
 
@@ -40,16 +40,14 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def counted(source: ImageSource, reads: list[int]) -> ImageSource:
-    """Return a source that tells which images were read."""
-    at = source.at
-    assert at is not None
+def counted(source: Data, reads: list[str]) -> Data:
+    """Return a source that notes which images were read."""
 
-    def told(place: int) -> NamedImage:
-        reads.append(place)
-        return at(place)
+    def noted(image: NamedImage) -> NamedImage:
+        reads.append(image.name)
+        return image
 
-    return replace(source, at=told)
+    return source.transform(noted)
 
 
 def assert_same(found: Examples, wanted: Examples) -> None:
@@ -60,12 +58,12 @@ def assert_same(found: Examples, wanted: Examples) -> None:
 
 def test_the_examples_are_those_of_memory_and_are_read_once(folder: Path, cache: Path) -> None:
     (folder / "cat" / "1.png").write_bytes(b"no image")
-    wanted, reads = read_examples(open_images(folder), SIDE), []
+    wanted, reads = read_examples(open_images(folder), SIDE), list[str]()
     for _ in range(2):
         found = read_examples(counted(open_images(folder), reads), SIDE, cache=cache)
         assert_same(found, wanted)
         assert torch.equal(found.pixels(torch.tensor([4, 0])), wanted.pixels(torch.tensor([4, 0])))
-    assert sorted(reads) == list(range(6))
+    assert sorted(reads) == sorted(open_images(folder).names or ())
     assert len(found) == 5
 
 
@@ -99,9 +97,13 @@ def test_another_parquet_file_of_the_same_name_is_read_anew(tmp_path: Path, cach
     assert not torch.equal(found[0].images, found[1].images)
 
 
+def stream_of(items: Spool) -> Data:
+    return Data("a stream", items, "", range(len(items)))
+
+
 def test_a_stream_of_unknown_length_is_kept_too(folder: Path, cache: Path) -> None:
     source = open_images(folder)
-    stream = replace(source, count=None, read=lambda: iter(source), at=None, files=None)
+    stream = stream_of(Spool(lambda: iter(source)))
     for _ in range(2):
         assert_same(read_examples(stream, SIDE, cache=cache), read_examples(source, SIDE))
 
@@ -113,7 +115,7 @@ def test_what_was_interrupted_is_read_anew(folder: Path, cache: Path) -> None:
         yield next(iter(source))
         raise KeyboardInterrupt
 
-    stream = replace(source, at=None, read=broken)
+    stream = stream_of(Spool(broken))
     with pytest.raises(KeyboardInterrupt):
         read_examples(stream, SIDE, cache=cache)
     assert_same(read_examples(source, SIDE, cache=cache), read_examples(source, SIDE))
@@ -127,7 +129,7 @@ def test_several_at_once_read_once(folder: Path, cache: Path) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(read, range(3)))
-    assert sorted(reads) == list(range(6))
+    assert sorted(reads) == sorted(open_images(folder).names or ())
     assert all(torch.equal(each.images, found[0].images) for each in found)
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Generator
 
+import privlab
 from privlab.base import PrivlabError
 from privlab.experiments.training import reading
 from privlab.experiments.training.examples import Augmentation, _shift
 from privlab.experiments.training.reading import read_examples
-from privlab.images import check_labels, open_images, to_csv
+from privlab.images import open_images, to_csv
 
 
 def image(seed: int, side: int = 12) -> Image.Image:
@@ -144,8 +145,8 @@ def test_lists_of_a_parquet_file_are_multi_label_targets_and_remain_so_in_a_mani
     (tmp_path / "m.csv").write_text(to_csv(images), encoding="utf-8")
     again = [*open_images(path, manifest=tmp_path / "m.csv")]
     assert [each.targets for each in again] == [(0, 3), (), None]
-    with pytest.raises(PrivlabError, match=r"2.*label.*3.*3"):
-        check_labels(tmp_path / "m.csv", 3)
+    with pytest.raises(PrivlabError, match=r"line 2.*3.*3 classes"):
+        privlab.attack("vit_ti", path, manifest=tmp_path / "m.csv", weights="random", classes=3, progress=False)
 
 
 def test_labels_of_a_parquet_file_may_be_empty_or_whole_floats(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 from privlab.base import PrivlabError
 from privlab.evaluation import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA, Specification
-from privlab.grids import Experiment, Grid, Layout, Options, Reference, Task, joined
+from privlab.grids import Experiment, Grid, Layout, Options, Task, joined
 from privlab.grids import missing as missing_of
+from privlab.images import NamedImage
 from privlab.stores import Store
 
 ATTACKS = ("april", "patch-gradient", "least-squares")
@@ -43,13 +44,13 @@ class World:
     def grid(self) -> Grid:
         """Return the cases laid out."""
         images = tuple(
-            Reference(f"{number}.png", "" if number < 0 else f"{number:064x}", None, place=place)
+            NamedImage(f"{number}.png", "" if number < 0 else f"{number:064x}", None, place=place)
             for place, number in enumerate(self.images)
         )
         tasks = [self._task(case, names, images) for case, names in enumerate(self.attacks)]
         return Grid(Experiment("x", "x", None, (), Layout()), tuple(tasks), (), {}, ())
 
-    def _task(self, case: int, names: Sequence[str], images: tuple[Reference, ...]) -> Task:
+    def _task(self, case: int, names: Sequence[str], images: tuple[NamedImage, ...]) -> Task:
         size = self.client_batch
         spec = Specification(models=("vit_ti",), attacks=tuple(names), metrics=tuple(self.metrics), gamma=case / 64)
         how = {"release": "gradients"} if size is None else {"release": "features", "client_batch": size}
@@ -371,7 +372,7 @@ def test_kept_file_that_is_torn_is_left_out() -> None:
 
 def test_settings_b_and_c_of_the_same_images_are_one_task() -> None:
     """What they release is the same; a task of other images, of another attack or of what was kept stays alone."""
-    images = (Reference("0.png", "0" * 64, None),)
+    images = (NamedImage("0.png", "0" * 64, None),)
     specs = [Specification(models=("vit_ti",), settings=(setting,)) for setting in "bca"]
     b, c, a = (
         Task(i, spec, spec.settings, images, dict.fromkeys((ATTACKS[0], *CONTROLS), str(i)), METRICS)

@@ -46,13 +46,13 @@ TWINS: dict[str, Callable[[Image.Image], Tensor]] = {
 
 @pytest.mark.parametrize("how", TWINS)
 def test_each_way_is_what_it_says(image: Image.Image, how: str) -> None:
-    found = {each.how: each.image[0] for each in usual(image, CUT)}
+    found = {how: fed[0] for how, fed in usual(image, CUT)}
     torch.testing.assert_close(found[how], TWINS[how](image))
     torch.testing.assert_close(found[f"{how}, mirrored"], TWINS[how](image).flip(2))
 
 
 def test_the_victim_s_own_way_is_among_them(image: Image.Image) -> None:
-    found = {each.how: each.image[0] for each in usual(image, CUT)}
+    found = {how: fed[0] for how, fed in usual(image, CUT)}
     assert torch.equal(found["resized and cropped (crop_pct 0.9), bicubic in eight bits"], CUT(image))
     assert len(found) == 70
 
@@ -61,16 +61,16 @@ def test_the_victim_s_own_way_is_among_them(image: Image.Image) -> None:
 def test_what_was_fed_is_found(image: Image.Image) -> None:
     """Each of the ways, from its pixels, and within 47 dB from these with an error of 50 dB."""
     draw = torch.Generator().manual_seed(0)
-    for each in usual(image, CUT):
-        found, tried = nearest(image, CUT, each.image)
-        assert (found.how, tried) == (each.how, 70)
-        near = (each.image + 10**-2.5 * torch.randn(each.image.shape, generator=draw)).clamp(0, 1)
-        again, _ = nearest(image, CUT, near)
-        assert (again.image - each.image).square().mean() < 2e-5
-        assert again.how.endswith("mirrored") == each.how.endswith("mirrored")
+    for how, fed in usual(image, CUT):
+        found, _, tried = nearest(image, CUT, fed)
+        assert (found, tried) == (how, 70)
+        near = (fed + 10**-2.5 * torch.randn(fed.shape, generator=draw)).clamp(0, 1)
+        again, closest, _ = nearest(image, CUT, near)
+        assert (closest - fed).square().mean() < 2e-5
+        assert again.endswith("mirrored") == how.endswith("mirrored")
 
 
 def test_an_image_of_the_input_s_size_is_fed_as_it_is(tmp_path: Path, image: Image.Image) -> None:
     small = image.resize((32, 32))
-    found, _ = nearest(small, CUT, to_tensor(small)[None])
-    assert torch.equal(found.image[0], to_tensor(small))
+    _, found, _ = nearest(small, CUT, to_tensor(small)[None])
+    assert torch.equal(found[0], to_tensor(small))

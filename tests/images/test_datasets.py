@@ -111,7 +111,7 @@ def test_train_argument_and_download(
     assert (first.label, first.label_origin, source.class_names) == (1, "dataset", ("cat", "dog"))
     assert (unlabelled.label, unlabelled.label_origin) == (None, "none")
     assert broken.problem == "Truncated or damaged: broken."
-    assert tensor.problem == "Not an image but a Tensor."
+    assert tensor.problem == "An image is c × h × w. Found 3."
     with pytest.raises(PrivlabError, match=r"CIFAR10.*'val'"):
         open_images("torchvision:CIFAR10", split="val")
 

@@ -15,7 +15,7 @@ import tifffile
 from PIL import Image, ImageOps
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.images import NamedImage, decode, image_from_pil, open_images, read_image
+from privlab.images import NamedImage, decode, open_images, read_image
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -342,7 +342,7 @@ def test_permission_error_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monke
 def test_damage_found_late_is_a_problem(tmp_path: Path) -> None:
     """Pillow opens a file by its header: a data set may hand over an image whose pixels cannot be read."""
     with Image.open(cut(saved(tmp_path / "a.png", noise(64, 64)), 0.6)) as image:
-        found = image_from_pil(image, "a")
+        found = read_image(image, name="a")
     assert (found.sha256, found.pixels) == ("", None)
     assert found.problem is not None
     assert found.problem.startswith("Truncated or damaged: ")

@@ -16,7 +16,7 @@ from privlab.base import PrivlabError
 from privlab.evaluation import Specification
 from privlab.grids import references
 from privlab.images import (
-    ImageSource,
+    Data,
     NamedImage,
     Preprocessing,
     batches,
@@ -25,6 +25,7 @@ from privlab.images import (
     read_manifest,
     to_csv,
 )
+from privlab.images.data import Spool
 
 A, B, C = (hashlib.sha256(name.encode()).hexdigest() for name in "abc")
 
@@ -52,7 +53,7 @@ def sha(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def names(source: ImageSource) -> list[str]:
+def names(source: Data) -> list[str]:
     return [image.name for image in source]
 
 
@@ -77,7 +78,7 @@ def test_positions_are_those_of_a_slice(
     source = open_images(str(classes), limit=limit, every=every, offset=offset)
     assert names(source) == wanted[:limit] == list(source.names or ())
     assert source.count == len(wanted[:limit])
-    assert [image.name for image in source.pick(range(len(source)))] == wanted[:limit]
+    assert [source[position].name for position in range(len(source))] == wanted[:limit]
     assert [image.label for image in source] == ["abc".index(name[0]) for name in wanted[:limit]]
     assert [reference.sha256 for reference in references(source)] == [sha(classes / name) for name in wanted[:limit]]
 
@@ -117,24 +118,25 @@ def test_manifest_beside_positions(classes: Path, tmp_path: Path, choice: dict[s
         Specification(models=("vit_ti",), manifest=str(path), **choice)
 
 
-def stream(pictures: list[NamedImage], count: int | None = None) -> ImageSource:
-    return ImageSource("a stream", count, None, None, lambda: iter(pictures))
+def stream(pictures: list[NamedImage], count: int | None = None) -> Data:
+    items = Spool(lambda: iter(pictures), count)
+    return Data("a stream", items, "s/", range(len(items)))
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ImageSource]:
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Data]:
     """Open a stream of five images as if it were a data set of the hub."""
     pictures = [NamedImage(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
 
-    def opened(count: int | None = None, **choice: Any) -> ImageSource:
-        monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, how: stream(pictures, count))
+    def opened(count: int | None = None, **choice: Any) -> Data:
+        monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda *_: stream(pictures, count))
         return open_images("hf:x", **choice)
 
     return opened
 
 
 @pytest.mark.parametrize("count", [None, 5])
-def test_positions_of_a_stream(streamed: Callable[..., ImageSource], count: int | None) -> None:
+def test_positions_of_a_stream(streamed: Callable[..., Data], count: int | None) -> None:
     assert names(streamed(count, every=2, offset=1)) == ["s/1", "s/3"]
     assert names(streamed(count, every=2, limit=2)) == ["s/0", "s/2"]
     assert streamed(count, every=2).count == (None if count is None else 3)
@@ -142,13 +144,13 @@ def test_positions_of_a_stream(streamed: Callable[..., ImageSource], count: int 
         list(streamed(count, offset=5))
 
 
-def test_manifest_of_a_stream(streamed: Callable[..., ImageSource], tmp_path: Path) -> None:
+def test_manifest_of_a_stream(streamed: Callable[..., Data], tmp_path: Path) -> None:
     everything = list(streamed())
     kept = [everything[i] for i in (3, 0, 4)]
     (tmp_path / "m.csv").write_text(to_csv(kept))
     source = streamed(manifest=tmp_path / "m.csv")
     assert (names(source), source.count) == (["s/3", "s/0", "s/4"], 3)
-    assert [image.name for image in source.pick([2, 0])] == ["s/4", "s/3"]
+    assert [source[position].name for position in (2, 0)] == ["s/4", "s/3"]
     written(tmp_path / "m.csv", f"s/1,{everything[1].sha256}", f"s/9,{A}")
     with pytest.raises(PrivlabError, match=r"m\.csv.*3.*'s/9'.*--images"):
         streamed(manifest=tmp_path / "m.csv")
@@ -253,14 +255,14 @@ def test_written_and_read(
         for i, (name, label, member) in enumerate(rows)
     ]
     path.write_text(to_csv(pictures), "utf-8", newline="")
-    read = [(e.name, e.sha256, e.label, e.origin, e.member) for e in read_manifest(path)]
+    read = [(e.name, e.sha256, e.target, e.origin, e.member) for e in read_manifest(path)]
     assert read == [(p.name, p.sha256, p.label, p.label_origin, p.member) for p in pictures]
 
 
 def test_byte_order_mark_and_line_ends_of_windows(tmp_path: Path) -> None:
     path = tmp_path / "m.csv"
     path.write_bytes(f"\ufeffsha256,name\r\n{A},é.png\r\n\r\n{B},b.png\r\n".encode())
-    assert [(entry.name, entry.sha256, entry.label) for entry in read_manifest(path)] == [
+    assert [(entry.name, entry.sha256, entry.target) for entry in read_manifest(path)] == [
         ("é.png", A, None),
         ("b.png", B, None),
     ]

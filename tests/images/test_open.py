@@ -16,7 +16,7 @@ from timm.data.transforms_factory import create_transform
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.images import ImageSource, Preprocessing, batches, open_images, sources
+from privlab.images import Data, Preprocessing, batches, open_images, sources
 
 GREY = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")
 
@@ -36,7 +36,7 @@ def raw(path: Path, data: bytes) -> Path:
     return path
 
 
-def labels(source: ImageSource) -> dict[str, tuple[int | None, str]]:
+def labels(source: Data) -> dict[str, tuple[int | None, str]]:
     return {image.name: (image.label, image.label_origin) for image in source}
 
 
@@ -159,7 +159,7 @@ def test_class_to_index_is_used_where_it_knows_all_folders(tmp_path: Path) -> No
     saved(tmp_path / "cat/a.png")
     saved(tmp_path / "dog/a.png")
 
-    def opened(indices: Mapping[str, int]) -> ImageSource:
+    def opened(indices: Mapping[str, int]) -> Data:
         return open_images(str(tmp_path), class_to_index=indices)
 
     known = opened({"ant": 0, "dog": 1, "cat": 2})
@@ -288,7 +288,7 @@ def test_class_index_goes_before_a_label_that_is_a_word(folder: Path, tmp_path: 
         (["file,label", "b.png,-1"], r"line 2: label must be an integer from 0 on, of 64 bits. Found '-1'"),
         (["file,label", f"b.png,{2**63}"], "line 2: label must be an integer .* Found '9223372036854775808'"),
         (["file,label", "b.png,1.5"], "line 2: label must be an integer .* Found '1.5'"),
-        (["file,label", "b.png"], "line 2: label must be an integer .* Found None"),
+        (["file,label", "b.png"], "line 2: label must be an integer .* Found ''"),
         (["file,label", "b.png,1", "./b.png,2"], r"line 3: the file 'b.png' is listed twice"),
         (["file,label", "a.png,1"], "'a.png' could be 2 images; give the path, as in 'cat/a.png'"),
         (["file,label", "x.png,1"], "none of its 1 files is an image of the source, as 'cat/a.png' is"),

@@ -18,8 +18,7 @@ from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.solvers import photograph_gradients, photograph_windows
 from privlab.attacks.solvers.prior import PRIORS
 from privlab.base import PrivlabError
-from privlab.images import NamedImage, Preprocessing, apart_from, common, kin, open_images, sample_file
-from privlab.images.photographs import photographs
+from privlab.images import NamedImage, Preprocessing, apart_from, common, kin, open_images, photographs, sample_file
 from privlab.images.sources import SAMPLES
 from privlab.threat import Capability, FeatureObservation, Observation, Reconstruction
 from privlab.victims import VictimModel

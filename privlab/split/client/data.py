@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from privlab.base import PrivlabError, Progress, draw_for
-from privlab.images import ImageSource, Preprocessing, batches
+from privlab.images import Data, Preprocessing, batches
 from privlab.victims import VictimModel
 
 _BATCH_SIZE = 64
@@ -57,7 +57,7 @@ class Dataset:
         return self.images[index].float() / 255
 
 
-def load(source: ImageSource, preprocessing: Preprocessing, progress: Progress = lambda done, total: None) -> Dataset:
+def load(source: Data, preprocessing: Preprocessing, progress: Progress = lambda done, total: None) -> Dataset:
     """Read all images of a source into memory, as eight bits per channel.
 
     Args:

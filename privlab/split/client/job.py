@@ -9,7 +9,7 @@ import torch
 
 from privlab.base import PrivlabError, PrivlabWarning, check_name, configure, read_options
 from privlab.defenses import defenses
-from privlab.images import ImageSource, open_images
+from privlab.images import Data, open_images
 from privlab.split.client.learner import Learner
 from privlab.split.client.loops import CHECKPOINT
 from privlab.split.protocol import checkpoint
@@ -59,7 +59,7 @@ class SplitJob:
             known[name] = tuple(known[name])
         return cls(**known)
 
-    def source(self) -> ImageSource:
+    def source(self) -> Data:
         """Open the images."""
         source = self.images[0] if len(self.images) == 1 else list(self.images)
         labels = None if self.labels == "predicted" else self.labels
