@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from privlab import runs
 from privlab.api.steps import Part
 from privlab.api.whole_run import kept_run, run_directory
 from privlab.base import PrivlabError
@@ -14,8 +15,6 @@ from privlab.grids import specify
 from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
-from privlab.runs import audit
-from privlab.runs.audit_gradients import audit_gradients as run_audit
 from privlab.threat import Client
 
 Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Tensor]
@@ -111,7 +110,7 @@ def audit_features(
     cut = {"release": "features", "cut_layer": recorded_cut_layer(Path(folder))}
     spec = specify(model, "c", attack=attacks, images=folder, **cut, **options)
     with run_directory(out) as path:
-        audit(Path(folder), spec, out=path, limit=limit, **how)
+        runs.audit_features(Path(folder), spec, out=path, limit=limit, **how)
     return kept_run(path, out)
 
 
@@ -128,7 +127,7 @@ def _audit(
     name, own = (model, {}) if isinstance(model, str) else _named(model)
     spec = specify(name, setting, attack=attacks, **own | options)
     with run_directory(out) as path:
-        run_audit(files, spec, out=path, reference=None if reference is None else Path(reference), **how)
+        runs.audit_gradients(files, spec, out=path, reference=None if reference is None else Path(reference), **how)
     return kept_run(path, out)
 
 

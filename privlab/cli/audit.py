@@ -18,7 +18,7 @@ from privlab.release.given import check_gradients, session_folders
 from privlab.threat.client import CLIENT_PRESETS, OPTIMISERS
 
 if TYPE_CHECKING:
-    from privlab.runs import Audit
+    from privlab.report.run import Run
     from privlab.runs.audit_given import Files
 
 LEAKED = 3
@@ -119,7 +119,7 @@ def features(
     shared.check_together(options)
     from privlab.grids import specify
     from privlab.release import recorded_cut_layer
-    from privlab.runs import audit
+    from privlab.runs import audit_features
 
     how = _how(context, options)
     release = {"release": "features", "cut_layer": recorded_cut_layer(directory)}
@@ -130,7 +130,7 @@ def features(
         shared.interruptible(lambda: shared.kept(path)),
         shared.progress_bar("auditing") as progress,
     ):
-        found = audit(directory, spec, out=path, limit=limit, progress=progress, **how)
+        found = audit_features(directory, spec, out=path, limit=limit, progress=progress, **how)
     return _report(found, as_json)
 
 
@@ -155,7 +155,7 @@ def _audit_release(
         raise PrivlabError(f"No file at '{reference}'. --reference is the private image.")
     shared.check_together(options)
     from privlab.grids import specify
-    from privlab.runs.audit_gradients import audit_gradients
+    from privlab.runs import audit_gradients
 
     how = _how(context, options)
     spec = specify(model, setting, **options)
@@ -175,70 +175,73 @@ def _how(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
     return {**how, "command": shared.command_line(context)}
 
 
-def _report(found: "Audit", as_json: bool) -> int:
+def _report(run: "Run", as_json: bool) -> int:
     """Print the results of an audit, and return the exit status."""
-    shared.print_warnings(found.warnings)
-    failed = [row["reason"] for row in found.rows if row["status"] != "ok"]
+    facts = run.results.facts
+    rows = facts["batches" if "batches" in facts else "attacks"]
+    shared.print_warnings(run.warnings)
+    failed = [row["reason"] for row in rows if row["status"] != "ok"]
     if as_json:
         result = {
-            "run": str(found.path),
-            "leaks": found.leaks,
-            "batches" if found.what == "features" else "attacks": found.rows,
-            "labels": found.labels,
-            "flags": found.flags,
-            "reference": found.reference,
-            "warnings": found.warnings,
-            "missing_metrics": found.missing,
+            "run": str(run.path),
+            "leaks": run.leaks,
+            "batches" if "batches" in facts else "attacks": rows,
+            "labels": facts.get("labels"),
+            "flags": facts.get("flags", []),
+            "reference": facts.get("reference"),
+            "warnings": run.warnings,
+            "missing_metrics": run.missing,
             "failed": len(failed),
         }
         shared.print_json(result)
     else:
-        _print_audit(found)
+        _print_audit(run, rows)
     for reason in dict.fromkeys(failed):
         shared.err.print(f"Failed: {reason}", style="red", markup=False)
     return 2 if failed else 0
 
 
-def _print_audit(found: "Audit") -> None:
+def _print_audit(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the verdict, what each attack proves, its scores, the flags, and where the images are."""
-    shared.print_text(f"leaks: {_LEAKS[found.leaks]}")
-    recorded = found.what == "features"
-    if recorded:
+    facts = run.results.facts
+    shared.print_text(f"leaks: {_LEAKS[run.leaks]}")
+    if "batches" in facts:
         headings = ("attack", "batches", "images", "failed", "ms per image")
-        shared.print_columns(headings, _batches(found.rows))
+        shared.print_columns(headings, _batches(rows))
         shared.print_text("no private image is known, so nothing is scored: look at the images")
-    elif found.rows:  # else a flag says that no attack ran
-        _print_attacks(found)
-    if found.reference is not None:
-        shared.print_text(f"reference: {found.reference}")
-    for flag in found.flags:
+    elif rows:  # else a flag says that no attack ran
+        _print_attacks(run, rows)
+    if facts.get("reference") is not None:
+        shared.print_text(f"reference: {facts['reference']}")
+    for flag in facts.get("flags", ()):
         shared.print_text(f"flag: {flag}")
-    click.echo(f"run: {found.path}")
-    if (pictures := found.path / ("strips" if recorded else "pictures")).exists():
+    click.echo(f"run: {run.path}")
+    if (pictures := run.path / ("strips" if "batches" in facts else "pictures")).exists():
         click.echo(f"images: {pictures}")
 
 
-def _print_attacks(found: "Audit") -> None:
+def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what each attack proves, and its scores by the reference, with few metrics in a table."""
     from pandas import DataFrame
 
     from privlab.grids import KNOWN
     from privlab.report.tables import shown_metrics
 
-    residuals = [f"{row['residual']:.1e}" if "residual" in row else "n/a" for row in found.rows]
-    proofs = [(row["attack"], left, _says(row, found)) for row, left in zip(found.rows, residuals, strict=True)]
+    what = "gradient" if run.spec.client is None else "update"
+    residuals = [f"{float(row['residual']):.1e}" if "residual" in row else "n/a" for row in rows]
+    proofs = [(row["attack"], left, _says(row, what, run)) for row, left in zip(rows, residuals, strict=True)]
     shared.print_columns(("attack", "residual", "what it says"), proofs)
-    shared.print_text(f"residual: distance between the {found.what} of the image and the released one; 0 is the same")
-    shown = shown_metrics(found.metrics, DataFrame(found.rows)) if found.metrics else []
+    shared.print_text(f"residual: distance between the {what} of the image and the released one; 0 is the same")
+    shown = [] if "unscored" in run.results.facts else shown_metrics(run.spec.metrics, DataFrame(rows))
     for start in range(0, len(shown), _SCORES_IN_A_ROW):
         metrics = [KNOWN[name] for name in shown[start : start + _SCORES_IN_A_ROW]]
         headings = [Column(f"{m.name.replace('_', ' ')} {m.arrow}", justify="right") for m in metrics]
-        scores = [[f"{row[m.name]:.{m.decimals}f}" if m.name in row else "n/a" for m in metrics] for row in found.rows]
-        named = [(row["attack"], *cells) for row, cells in zip(found.rows, scores, strict=True)]
+        scores = [[f"{float(row[m.name]):.{m.decimals}f}" if m.name in row else "n/a" for m in metrics] for row in rows]
+        named = [(row["attack"], *cells) for row, cells in zip(rows, scores, strict=True)]
         shared.print_columns(("attack", *headings), named)
 
 
-def _says(row: Mapping[str, Any], found: "Audit") -> str:
+def _says(row: Mapping[str, Any], what: str, run: "Run") -> str:
     """Return what a row of an audit proves about the private image."""
     if row["status"] != "ok":
         return "failed"
@@ -253,10 +256,11 @@ def _says(row: Mapping[str, Any], found: "Audit") -> str:
     several = row["images"] > 1
     if row["proof"] == "grey levels":
         return f"{'stored images: they lie' if several else 'a stored image: it lies'} on grey levels"
-    if found.reference is not None:
-        return f"what was fed: it gives the released {found.what}"
-    private = "the private images: together they give" if several else "the private image: it gives"
-    return f"{private} the released {found.what}"
+    if run.results.facts["reference"] is not None:
+        return f"what was fed: it gives the released {what}"
+    return (
+        f"{'the private images: together they give' if several else 'the private image: it gives'} the released {what}"
+    )
 
 
 def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

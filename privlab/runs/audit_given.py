@@ -31,7 +31,8 @@ from privlab.release.labels import check_order, label_of_update, labels_of_updat
 from privlab.release.update_files import update_between, update_observation
 from privlab.release.update_noise import Noise, noise_of_update
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
-from privlab.runs.audit_case import audited_victim
+from privlab.runs.audit_case import AuditCase, audited_victim
+from privlab.runs.audit_certificate import what_released
 from privlab.runs.update_diagnosis import (
     TWO_MODELS,
     Fitted,
@@ -51,24 +52,27 @@ Files = Path | tuple[Path, Path]
 """A file of gradients, or the weights before and after."""
 
 
-@dataclass(frozen=True, eq=False)
-class Given:
-    """What is audited: the specification, the victim, what was released, and what the adversary sees of it.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Given(AuditCase):
+    """The case of one gradient or update, with what the file holds, what the adversary sees, and what that shows.
 
     `told` are the labels that the head gives away. `changed` says that a file does not hold a plain gradient. `fitted`
     are the settings that explain an update, where they are not the stated ones: `spec` and `seen` go on by them, and
     by `fitted_target` in place of a label. `unexplained` is what is to be said if no attack explains the update either.
     """
 
-    spec: Specification
-    base: Victim
-    released: GradientFile
+    file: GradientFile
     seen: Observation
     told: Told | None = None
     changed: bool = False
     fitted: Mapping[str, Any] = field(default_factory=dict)
     fitted_target: int | Tensor | None = None
     unexplained: str | None = None
+
+    @property
+    def what(self) -> str:
+        """Return what was released: a "gradient" or an "update"."""
+        return what_released(self.seen)
 
     @property
     def client(self) -> Client:
@@ -114,7 +118,7 @@ def read_given(files: Files, spec: Specification, device: torch.device) -> Given
 
 def _of_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
     given = _read_update(before, after, spec, device)
-    seen, source, client = given.seen, given.released.source, given.client
+    seen, source, client = given.seen, given.source, given.client
     noise = None if seen.defense else noise_of_update(seen)
     noisy = noise is not None and noise.is_large
     if noise is not None and noisy:
@@ -154,7 +158,7 @@ def _read_update(before: Path, after: Path, spec: Specification, device: torch.d
     if seen.client is not None and seen.client != client:  # a file of the model's own weights has no adapters
         options = (each for each in spec.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
         spec = replace(spec, options=(*options, f"client.trains={seen.client.trains}"))
-    return Given(spec, base, released, seen)
+    return Given(spec=spec, base=base, source=released.source, file=released, seen=seen)
 
 
 def _explained(given: Given, fitted: Fitted, label: int) -> Given:
@@ -176,7 +180,7 @@ def _explained(given: Given, fitted: Fitted, label: int) -> Given:
 
 def _unexplained(given: Given, found: Told, label: int | None) -> Given:
     """Return an update that no settings explain, with what else its labels show, and say what contradicts them."""
-    seen, source, client, told = given.seen, given.released.source, given.client, given.told
+    seen, source, client, told = given.seen, given.source, given.client, given.told
     if told is None and client.has_labels and found.remark is None:
         of_image = None if seen.defense or client.released_images > 1 else _label_of_image(seen)
         if of_image is not None:
@@ -277,7 +281,9 @@ def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Give
         warn(update)
     plain = update is None and check_head(released) and not released.is_zero
     seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
-    return Given(spec, base, released, seen, _told(base, seen) if plain else None, changed=update is not None)
+    told = _told(base, seen) if plain else None
+    own = {"told": told, "changed": update is not None}
+    return Given(spec=spec, base=base, source=released.source, file=released, seen=seen, **own)
 
 
 def _knows_weights(released: GradientFile, base: Victim) -> bool:
