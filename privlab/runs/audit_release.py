@@ -74,7 +74,8 @@ def audit_gradients(
         case = read_given(file, spec, pick_device(device))
         with collect_warnings(asides):
             attacks, refused = _attacks(case)
-        attacks = _left(case, attacks, refused)
+        if (reason := _nothing_left(case, attacks)) is not None:
+            attacks, refused = [], refused | {attack.name: reason for attack in attacks}
         scorer = None if reference is None else ReferenceScorer.of(reference, case.spec, case.base)
     content = b"".join(path.read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
     images = unknown_images(case.source, content, case.file.batch_size)
@@ -162,17 +163,16 @@ def _attacks(case: Given) -> tuple[list[Attack], dict[str, str]]:
     return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)], refused
 
 
-def _left(case: Given, attacks: Sequence[Attack], refused: dict[str, str]) -> Sequence[Attack]:
-    """Return the attacks, or none where filters left no entry of a release that any of them reads.
+def _nothing_left(case: Given, attacks: Sequence[Attack]) -> str | None:
+    """Return that filters left no entry of a release that any of the attacks reads, and warn of it; else None.
 
-    That is a result: there is a warning, and `refused` then has the filters and their options as the reason for each
-    attack. If an attack was asked for by name, it is an error.
+    Raises:
+        PrivlabError: if an attack was asked for by name: else this is a result.
     """
-    seen = case.seen
-    filters = Stack(tuple(seen.defense)).on_gradients
-    read = {name for attack in attacks for name in (seen.gradients if "*" in attack.parameters else attack.parameters)}
-    if not filters or not read or any(seen.gradients[name].any() for name in read):
-        return attacks
+    gradients, filters = case.seen.gradients, Stack(tuple(case.seen.defense)).on_gradients
+    read = {name for attack in attacks for name in (gradients if "*" in attack.parameters else attack.parameters)}
+    if not filters or not read or any(gradients[name].any() for name in read):
+        return None
     reason = (
         f"{case.source}: no evidence: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. "
         f"Found {' + '.join(map(str, filters))}. That no attack can run is no evidence of privacy."
@@ -180,8 +180,7 @@ def _left(case: Given, attacks: Sequence[Attack], refused: dict[str, str]) -> Se
     if case.spec.attacks is not None:
         raise PrivlabError(reason)
     warn(reason)
-    refused |= {attack.name: reason for attack in attacks}
-    return ()
+    return reason
 
 
 def _on_request(seen: Observation, effort: str) -> list[str]:
