@@ -149,7 +149,7 @@ class UpdateDiagnosis:
         if _BIAS not in self.seen.gradients or self.image is None:
             return None
         with full_precision(), collect_warnings([]):
-            found = self.simplest()
+            found = self._simplest()
         if found is not None and (changed := found.settings(self.stated)):
             said = _stated(changed, self.stated)
             warn(f"{self.source}: {said}. Other settings may explain the update as well.")
@@ -194,7 +194,7 @@ class UpdateDiagnosis:
         if self.start != self.stated or self.image is None:
             return None
         with full_precision(), collect_warnings([]):
-            of_round = share_of_weights(self.seen, self.made(self.stated))
+            of_round = share_of_weights(self.seen, self._made(self.stated))
         share = share_of_weights(self.seen)
         if share >= TWO_MODELS and share * TWO_MODELS >= of_round:
             return (
@@ -209,53 +209,53 @@ class UpdateDiagnosis:
             "say nothing here."
         )
 
-    def simplest(self) -> Fitted | None:
+    def _simplest(self) -> Fitted | None:
         """Return the simplest settings that explain the update; None where none does."""
         start = self.start
-        found = [each for client in {start, self.decayed(start)} for each in self.tried(client)]
+        found = [each for client in {start, self._decayed(start)} for each in self._tried(client)]
 
         def best() -> Fitted:
             return min(found, key=lambda each: (not each.explains, each.score(start)))
 
         if not best().explains:
-            alone = self.without_head(self.decayed(start))
+            alone = self._without_head(self._decayed(start))
             if alone is not None and alone.residual < _EXACT:
                 return alone
         if best().residual >= _EXACT:
-            others = [next(self.tried(self.decayed(client))) for client in self.others()]
+            others = [next(self._tried(self._decayed(client))) for client in self._others()]
             others.sort(key=lambda each: each.score(start))
             found += others
             if best().residual >= _EXACT:  # a label takes more runs
-                found += [each for one in others[:_MOST_LABELS] for each in self.tried(one.client)]
+                found += [each for one in others[:_MOST_LABELS] for each in self._tried(one.client)]
         label = best().settings(start).get("label")
         if not best().explains or (label is not None and not _is_plausible(label)):
-            found += [next(self.tried(self.decayed(client))) for client in self.clipped()]
-        return self.rounded(best()) if best().explains else self.without_head(best().client)
+            found += [next(self._tried(self._decayed(client))) for client in self._clipped()]
+        return self._rounded(best()) if best().explains else self._without_head(best().client)
 
-    def left(self, client: Client, target: int | Tensor, *, with_bias: bool = True) -> float:
+    def _left(self, client: Client, target: int | Tensor, *, with_bias: bool = True) -> float:
         """Return the residual that a client leaves of the update."""
         assert self.image is not None
         return residual(replace(self.seen, client=client), self.image, target, with_bias=with_bias)
 
-    def made(self, client: Client) -> Mapping[str, Tensor]:
+    def _made(self, client: Client) -> Mapping[str, Tensor]:
         """Return the update of a client on the image."""
         assert self.image is not None
         return update_on(self.seen.model, client, self.image, self.label)
 
     @cached_property
-    def lost(self) -> float | None:
+    def _lost(self) -> float | None:
         """Return the share of the weights that decay took, as it is fitted; None where it is that of the start."""
         lost = decay_shown(self.seen)
         decays = abs(lost - (1 - self.start.kept_share)) > _FLOOR * share_of_weights(self.seen)
         return lost if decays else None
 
-    def decayed(self, client: Client) -> Client:
+    def _decayed(self, client: Client) -> Client:
         """Return a client with the decay that the update shows."""
-        return client if self.lost is None else replace(client, weight_decay=decay_that_takes(client, self.lost))
+        return client if self._lost is None else replace(client, weight_decay=decay_that_takes(client, self._lost))
 
-    def tried(self, client: Client) -> Iterator[Fitted]:
+    def _tried(self, client: Client) -> Iterator[Fitted]:
         """Yield what a client leaves with its label; if that is much, with smoothing or any fitted label."""
-        yield (hard := Fitted(client, self.label, self.left(client, self.label)))
+        yield (hard := Fitted(client, self.label, self._left(client, self.label)))
         assert self.image is not None
         if hard.residual < _EXACT or (y := soft_targets(replace(self.seen, client=client), self.image)) is None:
             return
@@ -266,34 +266,34 @@ class UpdateDiagnosis:
             if 0 < smoothing < 1 and float((rest - rest.mean()).abs().sum()) < _LEAST_SHARE:
                 own = replace(client, label_smoothing=round(smoothing, 4))
                 top = int(y[0].argmax())
-                yield Fitted(own, top, self.left(own, top))
+                yield Fitted(own, top, self._left(own, top))
         plain = replace(client, label_smoothing=0.0)
-        yield Fitted(plain, y, self.left(plain, y))
+        yield Fitted(plain, y, self._left(plain, y))
 
-    def clipped(self) -> Iterator[Client]:
+    def _clipped(self) -> Iterator[Client]:
         """Yield clients that clip each gradient to the norm with which some number of steps moves as far."""
         size = math.sqrt(_squares(u[0] for u in self.seen.gradients.values()))
         for steps in sorted({self.start.total_steps, *_CLIPPED_STEPS}):
             clip = size / (self.start.lr * steps)
             for _ in range(_CLIP_ROUNDS):
-                made = self.made(replace(self.start, steps=steps, epochs=None, clip=clip))
+                made = self._made(replace(self.start, steps=steps, epochs=None, clip=clip))
                 clip *= size / math.sqrt(_squares(made[name] for name in self.seen.gradients))
             yield replace(self.start, steps=steps, epochs=None, clip=clip)
 
-    def without_head(self, client: Client) -> Fitted | None:
+    def _without_head(self, client: Client) -> Fitted | None:
         """Return the settings that explain all of the update but the head's, which may have a rate of its own."""
-        left = self.left(client, self.label, with_bias=False)
+        left = self._left(client, self.label, with_bias=False)
         if not is_explained(left, client):
             return None
-        made, held = self.made(client)[_BIAS].double(), self.seen.gradients[_BIAS][0].double()
+        made, held = self._made(client)[_BIAS].double(), self.seen.gradients[_BIAS][0].double()
         if not float(cosine_similarity(held, made, dim=0)) > _LEAST_COSINE:
             return None
         return Fitted(client, self.label, left, float((held * made).sum() / made.square().sum()))
 
-    def others(self) -> Iterator[Client]:
+    def _others(self) -> Iterator[Client]:
         """Yield clients with other settings, the likeliest first; some move the head's bias as far as the update."""
         client = self.start
-        if (reach := self.reach(self.decayed(client))) is None:
+        if (reach := self._reach(self._decayed(client))) is None:
             return
         steady, several = replace(client, momentum=0.0, nesterov=False), client.total_steps > 1
         if client.autocast == "float32":
@@ -309,10 +309,10 @@ class UpdateDiagnosis:
             families += [lambda reach: _with_momentum(steady, reach, nesterov=False)]
             families += [lambda reach: _with_momentum(steady, reach, nesterov=True)]
         for family in families:
-            if (found := self.matched(family, reach)) is not None:
+            if (found := self._matched(family, reach)) is not None:
                 yield found
         for one in {client, client if client.dampening else replace(steady, momentum=_MOMENTUM)}:
-            found = self.matched(lambda reach, one=one: _with_steps(one, reach), reach)
+            found = self._matched(lambda reach, one=one: _with_steps(one, reach), reach)
             T = client.total_steps if found is None else found.total_steps
             yield from (
                 replace(one, steps=n, epochs=None)
@@ -320,7 +320,7 @@ class UpdateDiagnosis:
                 if n != client.total_steps
             )
 
-    def matched(self, family: Callable[[float], Client | None], reach: float) -> Client | None:
+    def _matched(self, family: Callable[[float], Client | None], reach: float) -> Client | None:
         """Return the client of a family that moves the head's bias as far as the update does; None if there is none.
 
         What a client of more reach moves grows, but less than in proportion, as gradients change on the way: secants of
@@ -328,7 +328,7 @@ class UpdateDiagnosis:
         """
         own, aim, points = family(reach), math.log(reach), list[tuple[float, float]]()
         for _ in range(_ROUNDS):
-            ratio = None if own is None else self.reach(self.decayed(own))
+            ratio = None if own is None else self._reach(self._decayed(own))
             if own is None or ratio is None:
                 return None
             off = math.log(ratio / own.reach)  # how much further the update went
@@ -343,20 +343,20 @@ class UpdateDiagnosis:
                 break
         return own
 
-    def reach(self, client: Client) -> float | None:
+    def _reach(self, client: Client) -> float | None:
         """Return `Client.reach` times ⟨Û, U⟩ / ⟨Û, Û⟩, with U what gradients moved of the head's bias, Û the client's.
 
         Other parameters' gradients change more on the way. None where the two have little in common.
         """
         held, made = (
             undecayed(self.seen.model, {_BIAS: u}, client)[_BIAS]
-            for u in (self.seen.gradients[_BIAS][0], self.made(client)[_BIAS])
+            for u in (self.seen.gradients[_BIAS][0], self._made(client)[_BIAS])
         )
         if not float(cosine_similarity(held, made, dim=0)) > _LEAST_COSINE:
             return None
         return client.reach * float((made * held).sum() / made.square().sum())
 
-    def rounded(self, found: Fitted) -> Fitted:
+    def _rounded(self, found: Fitted) -> Fitted:
         """Return the fitted settings with each number rounded as far as they explain the update as well."""
         for name in ("lr", "momentum", "weight_decay", "label_smoothing", "clip"):
             value = getattr(found.client, name)
@@ -367,7 +367,7 @@ class UpdateDiagnosis:
                 if abs(near - value) > _NEAR * value or not 0 <= near < math.inf:
                     continue
                 own = at_rate(found.client, near) if name == "lr" else replace(found.client, **{name: near})
-                left = self.left(own, found.target)
+                left = self._left(own, found.target)
                 if left <= 1.1 * found.residual + _EXACT / 10:
                     found = Fitted(own, found.target, left)
                     break
