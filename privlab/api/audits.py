@@ -1,12 +1,14 @@
 """Audits: what a real client released, as files, state dicts or models."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from privlab import runs
 from privlab.api.steps import Part
 from privlab.api.whole_run import kept_run, run_directory
 from privlab.base import PrivlabError
@@ -14,8 +16,6 @@ from privlab.grids import specify
 from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
-from privlab.runs import audit
-from privlab.runs.audit_gradients import audit_gradients as run_audit
 from privlab.threat import Client
 
 Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Tensor]
@@ -54,7 +54,8 @@ def audit_update(
             raise PrivlabError("before and after must both be files, or both be state dicts or models.")
         else:
             files = capture_update(before, after, folder)
-        return _audit(files, model, "a", attacks, reference, out, options | {"client": client})
+        work = partial(runs.audit_gradients, files, reference=None if reference is None else Path(reference))
+        return _audit(work, model, "a", attacks, out, options | {"client": client})
 
 
 def audit_gradients(
@@ -82,7 +83,8 @@ def audit_gradients(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, nn.Module):
             options["weights"] = _saved(model, Path(folder))
-        return _audit(Path(file), model, "c", attacks, reference, out, options | {"release": "gradients"})
+        work = partial(runs.audit_gradients, Path(file), reference=None if reference is None else Path(reference))
+        return _audit(work, model, "c", attacks, out, options | {"release": "gradients"})
 
 
 def audit_features(
@@ -107,20 +109,15 @@ def audit_features(
     Raises:
         PrivlabError: if there is no recording, or it does not fit the model.
     """
-    how = {name: options.pop(name) for name in ("device", "overwrite") if name in options}
-    cut = {"release": "features", "cut_layer": recorded_cut_layer(Path(folder))}
-    spec = specify(model, "c", attack=attacks, images=folder, **cut, **options)
-    with run_directory(out) as path:
-        audit(Path(folder), spec, out=path, limit=limit, **how)
-    return kept_run(path, out)
+    cut = {"release": "features", "cut_layer": recorded_cut_layer(Path(folder)), "images": folder}
+    return _audit(partial(runs.audit_features, Path(folder), limit=limit), model, "c", attacks, out, options | cut)
 
 
 def _audit(
-    files: Path | tuple[Path, Path],
+    work: Callable[..., Run],
     model: str | nn.Module,
     setting: str,
     attacks: Part | Sequence[Part] | None,
-    reference: str | Path | None,
     out: str | Path | None,
     options: dict[str, Any],
 ) -> Run:
@@ -128,7 +125,7 @@ def _audit(
     name, own = (model, {}) if isinstance(model, str) else _named(model)
     spec = specify(name, setting, attack=attacks, **own | options)
     with run_directory(out) as path:
-        run_audit(files, spec, out=path, reference=None if reference is None else Path(reference), **how)
+        work(spec=spec, out=path, **how)
     return kept_run(path, out)
 
 

@@ -1,7 +1,6 @@
 """`privlab audit`: it attacks what a real client released, or a server recorded, whose private images are unknown."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from privlab.release.given import check_gradients, session_folders
 from privlab.threat.client import CLIENT_PRESETS, OPTIMISERS
 
 if TYPE_CHECKING:
-    from privlab.runs import Audit
+    from privlab.report.run import Run
     from privlab.runs.audit_given import Files
 
 LEAKED = 3
@@ -119,19 +118,18 @@ def features(
     shared.check_together(options)
     from privlab.grids import specify
     from privlab.release import recorded_cut_layer
-    from privlab.runs import audit
+    from privlab.runs import audit_features
 
     how = _how(context, options)
-    release = {"release": "features", "cut_layer": recorded_cut_layer(directory)}
-    spec = specify(model, "c", images=directory, **release, **options)
+    spec = specify(model, "c", images=directory, release="features", cut_layer=recorded_cut_layer(directory), **options)
     known = out or shared.begun_directory(spec, "audit", overwrite=how["overwrite"])
     with (
         shared.reserved(known, [model, "features"]) as path,
         shared.interruptible(lambda: shared.kept(path)),
         shared.progress_bar("auditing") as progress,
     ):
-        found = audit(directory, spec, out=path, limit=limit, progress=progress, **how)
-    return _report(found, as_json)
+        run = audit_features(directory, spec, out=path, limit=limit, progress=progress, **how)
+    return _report(run, as_json)
 
 
 def _audit_release(
@@ -155,7 +153,7 @@ def _audit_release(
         raise PrivlabError(f"No file at '{reference}'. --reference is the private image.")
     shared.check_together(options)
     from privlab.grids import specify
-    from privlab.runs.audit_gradients import audit_gradients
+    from privlab.runs import audit_gradients
 
     how = _how(context, options)
     spec = specify(model, setting, **options)
@@ -164,9 +162,9 @@ def _audit_release(
         shared.reserved(out, [model, str(context.command.name)]) as path,
         shared.interruptible(lambda: shared.kept(path, go_on)),
     ):
-        found = audit_gradients(files, spec, out=path, reference=reference, **how)
-    status = _report(found, as_json)
-    return LEAKED if fail_on_leak and found.leaks else status
+        run = audit_gradients(files, spec, out=path, reference=reference, **how)
+    status = _report(run, as_json)
+    return LEAKED if fail_on_leak and run.leaks else status
 
 
 def _how(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
@@ -175,70 +173,63 @@ def _how(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
     return {**how, "command": shared.command_line(context)}
 
 
-def _report(found: "Audit", as_json: bool) -> int:
-    """Print the results of an audit, and return the exit status."""
-    shared.print_warnings(found.warnings)
-    failed = [row["reason"] for row in found.rows if row["status"] != "ok"]
+def _report(run: "Run", as_json: bool) -> int:
+    """Print the verdict, what each attack proves, its scores, the flags, and where the images are, or all as JSON.
+
+    Return the exit status.
+    """
+    facts = run.results.facts
+    kind = "batches" if "batches" in facts else "attacks"
+    rows, reference, flags = facts[kind], facts.get("reference"), facts.get("flags", [])
+    shared.print_warnings(run.warnings)
+    failed = [row["reason"] for row in rows if row["status"] != "ok"]
     if as_json:
-        result = {
-            "run": str(found.path),
-            "leaks": found.leaks,
-            "batches" if found.what == "features" else "attacks": found.rows,
-            "labels": found.labels,
-            "flags": found.flags,
-            "reference": found.reference,
-            "warnings": found.warnings,
-            "missing_metrics": found.missing,
-            "failed": len(failed),
-        }
-        shared.print_json(result)
+        result = {"run": str(run.path), "leaks": run.leaks, kind: rows, "labels": facts.get("labels"), "flags": flags}
+        result |= {"reference": reference, "warnings": run.warnings, "missing_metrics": run.missing}
+        shared.print_json(result | {"failed": len(failed)})
     else:
-        _print_audit(found)
+        shared.print_text(f"leaks: {_LEAKS[run.leaks]}")
+        if kind == "batches":
+            _print_batches(rows)
+        elif rows:  # else a flag says that no attack ran
+            _print_attacks(run, rows)
+        if reference is not None:
+            shared.print_text(f"reference: {reference}")
+        for flag in flags:
+            shared.print_text(f"flag: {flag}")
+        click.echo(f"run: {run.path}")
+        if (pictures := run.path / ("strips" if kind == "batches" else "pictures")).exists():
+            click.echo(f"images: {pictures}")
     for reason in dict.fromkeys(failed):
         shared.err.print(f"Failed: {reason}", style="red", markup=False)
     return 2 if failed else 0
 
 
-def _print_audit(found: "Audit") -> None:
-    """Print the verdict, what each attack proves, its scores, the flags, and where the images are."""
-    shared.print_text(f"leaks: {_LEAKS[found.leaks]}")
-    recorded = found.what == "features"
-    if recorded:
-        headings = ("attack", "batches", "images", "failed", "ms per image")
-        shared.print_columns(headings, _batches(found.rows))
-        shared.print_text("no private image is known, so nothing is scored: look at the images")
-    elif found.rows:  # else a flag says that no attack ran
-        _print_attacks(found)
-    if found.reference is not None:
-        shared.print_text(f"reference: {found.reference}")
-    for flag in found.flags:
-        shared.print_text(f"flag: {flag}")
-    click.echo(f"run: {found.path}")
-    if (pictures := found.path / ("strips" if recorded else "pictures")).exists():
-        click.echo(f"images: {pictures}")
-
-
-def _print_attacks(found: "Audit") -> None:
+def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what each attack proves, and its scores by the reference, with few metrics in a table."""
     from pandas import DataFrame
 
     from privlab.grids import KNOWN
     from privlab.report.tables import shown_metrics
 
-    residuals = [f"{row['residual']:.1e}" if "residual" in row else "n/a" for row in found.rows]
-    proofs = [(row["attack"], left, _says(row, found)) for row, left in zip(found.rows, residuals, strict=True)]
+    facts = run.results.facts
+    what = "gradient" if run.spec.client is None else "update"
+    proofs: list[tuple[str, str, str]] = []
+    for row in rows:
+        residual = f"{float(row['residual']):.1e}" if "residual" in row else "n/a"
+        proofs.append((row["attack"], residual, _says(row, what, as_stored=facts["reference"] is None)))
     shared.print_columns(("attack", "residual", "what it says"), proofs)
-    shared.print_text(f"residual: distance between the {found.what} of the image and the released one; 0 is the same")
-    shown = shown_metrics(found.metrics, DataFrame(found.rows)) if found.metrics else []
+    shared.print_text(f"residual: distance between the {what} of the image and the released one; 0 is the same")
+    shown = [] if "unscored" in facts else shown_metrics(run.spec.metrics, DataFrame(rows))
     for start in range(0, len(shown), _SCORES_IN_A_ROW):
         metrics = [KNOWN[name] for name in shown[start : start + _SCORES_IN_A_ROW]]
         headings = [Column(f"{m.name.replace('_', ' ')} {m.arrow}", justify="right") for m in metrics]
-        scores = [[f"{row[m.name]:.{m.decimals}f}" if m.name in row else "n/a" for m in metrics] for row in found.rows]
-        named = [(row["attack"], *cells) for row, cells in zip(found.rows, scores, strict=True)]
+        scores = [[f"{float(row[m.name]):.{m.decimals}f}" if m.name in row else "n/a" for m in metrics] for row in rows]
+        named = [(row["attack"], *cells) for row, cells in zip(rows, scores, strict=True)]
         shared.print_columns(("attack", *headings), named)
 
 
-def _says(row: Mapping[str, Any], found: "Audit") -> str:
+def _says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
     """Return what a row of an audit proves about the private image."""
     if row["status"] != "ok":
         return "failed"
@@ -246,24 +237,23 @@ def _says(row: Mapping[str, Any], found: "Audit") -> str:
         return "no attack made it"
     if row.get("blank"):
         return "nothing found: one colour"
-    if row["explained"] is None:
-        return "not checked: look at the image"
     if not row["explained"]:
-        return "not proven: look at the image"
+        return f"not {'checked' if row['explained'] is None else 'proven'}: look at the image"
     several = row["images"] > 1
     if row["proof"] == "grey levels":
         return f"{'stored images: they lie' if several else 'a stored image: it lies'} on grey levels"
-    if found.reference is not None:
-        return f"what was fed: it gives the released {found.what}"
-    private = "the private images: together they give" if several else "the private image: it gives"
-    return f"{private} the released {found.what}"
+    image = "the private image: it gives" if as_stored else "what was fed: it gives"
+    return f"{'the private images: together they give' if several else image} the released {what}"
 
 
-def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each attack: how many batches it read, and how long it took."""
+def _print_batches(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print of each attack how many batches it read, and how long it took."""
+    lines: list[tuple[str, ...]] = []
     for attack in dict.fromkeys(row["attack"] for row in rows):
         of_attack = [row for row in rows if row["attack"] == attack]
         images = sum(row.get("images", 0) for row in of_attack)
         ms = f"{1000 * sum(row.get('seconds', 0) for row in of_attack) / images:.1f}" if images else "n/a"
-        failed = Counter(row["status"] for row in of_attack)["failed"]
-        yield attack, str(len(of_attack)), str(images), str(failed), ms
+        failed = sum(row["status"] == "failed" for row in of_attack)
+        lines.append((attack, str(len(of_attack)), str(images), str(failed), ms))
+    shared.print_columns(("attack", "batches", "images", "failed", "ms per image"), lines)
+    shared.print_text("no private image is known, so nothing is scored: look at the images")

@@ -1,6 +1,5 @@
 from .attack import execute as execute
 from .attack import unfinished as unfinished
-from .audit_case import Audit as Audit
-from .audit_features import audit as audit
-from .audit_reference import ReferenceScorer as ReferenceScorer
+from .audit_recording import audit_features as audit_features
+from .audit_release import audit_gradients as audit_gradients
 from .notebook import shown_progress as shown_progress

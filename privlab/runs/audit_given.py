@@ -9,36 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from privlab.attacks import PatchUpdate
-from privlab.base import PrivlabError, collect_warnings, full_precision, warn
+from privlab.base import PrivlabError, warn
 from privlab.evaluation import Specification, defense_of
 from privlab.release import (
-    EXPLAINED_RESIDUAL,
     GradientFile,
     Told,
     as_gradients,
     check_fit,
     check_head,
-    labels_that_rise,
     observation,
     read_gradient_file,
     told_labels,
-    undecayed,
     update_in,
 )
-from privlab.release.explained import residual
 from privlab.release.labels import check_order, label_of_update, labels_of_update
 from privlab.release.update_files import update_between, update_observation
-from privlab.release.update_noise import Noise, noise_of_update
+from privlab.release.update_noise import noise_of_update
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
-from privlab.runs.audit_case import audited_victim
+from privlab.runs.audit_case import AuditCase, audited_victim
+from privlab.runs.audit_certificate import what_released
 from privlab.runs.update_diagnosis import (
     TWO_MODELS,
     Fitted,
-    fit_client,
-    fit_normalisation,
+    UpdateDiagnosis,
+    label_of_image,
     share_of_weights,
-    why_unexplained,
 )
 from privlab.threat import Capability, Client, Observation
 from privlab.victims import Victim, own_layout, read_state
@@ -51,24 +46,27 @@ Files = Path | tuple[Path, Path]
 """A file of gradients, or the weights before and after."""
 
 
-@dataclass(frozen=True, eq=False)
-class Given:
-    """What is audited: the specification, the victim, what was released, and what the adversary sees of it.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Given(AuditCase):
+    """The case of one gradient or update, with what the file holds, what the adversary sees, and what that shows.
 
     `told` are the labels that the head gives away. `changed` says that a file does not hold a plain gradient. `fitted`
     are the settings that explain an update, where they are not the stated ones: `spec` and `seen` go on by them, and
     by `fitted_target` in place of a label. `unexplained` is what is to be said if no attack explains the update either.
     """
 
-    spec: Specification
-    base: Victim
-    released: GradientFile
+    file: GradientFile
     seen: Observation
     told: Told | None = None
     changed: bool = False
     fitted: Mapping[str, Any] = field(default_factory=dict)
     fitted_target: int | Tensor | None = None
     unexplained: str | None = None
+
+    @property
+    def what(self) -> str:
+        """Return what was released: a "gradient" or an "update"."""
+        return what_released(self.seen)
 
     @property
     def client(self) -> Client:
@@ -114,18 +112,24 @@ def read_given(files: Files, spec: Specification, device: torch.device) -> Given
 
 def _of_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
     given = _read_update(before, after, spec, device)
-    seen, source, client = given.seen, given.released.source, given.client
+    seen, source, client = given.seen, given.source, given.client
     noise = None if seen.defense else noise_of_update(seen)
     noisy = noise is not None and noise.is_large
     if noise is not None and noisy:
-        warn(_of_noise(source, noise))
+        warn(
+            f"{source}: the update looks like noise: entries that cancel in any training do not, and "
+            f"{min(noise.share, 1.0):.0%} of its squared size is noise of a standard deviation of "
+            f"{noise.deviation:.2g}, in weights. Labels are stated only where they are beyond it, and no "
+            "reconstruction can be proven: low scores say that noise was added."
+        )
     else:
         check_order(seen, source)
     found = labels_of_update(seen)
     given = replace(given, told=found if found.labels else None)
     alone = client.released_images == 1 and not seen.defense
     label = label_of_update(seen) if alone and not noisy else None
-    fitted = None if label is None else fit_client(seen, label, source)
+    diagnosis = None if label is None else UpdateDiagnosis(seen, label, source)
+    fitted = None if diagnosis is None else diagnosis.fitted()
     if label is not None and fitted is not None:
         return _explained(given, fitted, label)
     if client.optimiser == "sgd" and not seen.defense and (rate := looks_like_adam(seen)) is not None:
@@ -134,8 +138,14 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
             f"wrong. Try --client adamw --set client.lr={rate:.1g}, or --client adam."
         )
     if found.remark is not None:
-        warn(f"{source}: {found.remark}{'' if noisy or found.labels else _of_two_models(seen)}")
-    return given if noisy else _unexplained(given, found, label)
+        models = ""
+        if not noisy and not found.labels and (share := share_of_weights(seen)) >= TWO_MODELS:
+            models = (
+                f" The update is {share:.0%} of the weights. Weights of two models look like this, or noise of another "
+                "size in each layer: give the weights that this client began with."
+            )
+        warn(f"{source}: {found.remark}{models}")
+    return given if noisy else _unexplained(given, found, diagnosis)
 
 
 def _read_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
@@ -154,7 +164,7 @@ def _read_update(before: Path, after: Path, spec: Specification, device: torch.d
     if seen.client is not None and seen.client != client:  # a file of the model's own weights has no adapters
         options = (each for each in spec.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
         spec = replace(spec, options=(*options, f"client.trains={seen.client.trains}"))
-    return Given(spec, base, released, seen)
+    return Given(spec=spec, base=base, source=released.source, file=released, seen=seen)
 
 
 def _explained(given: Given, fitted: Fitted, label: int) -> Given:
@@ -174,73 +184,35 @@ def _explained(given: Given, fitted: Fitted, label: int) -> Given:
     )
 
 
-def _unexplained(given: Given, found: Told, label: int | None) -> Given:
+def _unexplained(given: Given, found: Told, diagnosis: UpdateDiagnosis | None) -> Given:
     """Return an update that no settings explain, with what else its labels show, and say what contradicts them."""
-    seen, source, client, told = given.seen, given.released.source, given.client, given.told
-    if told is None and client.has_labels and found.remark is None:
-        of_image = None if seen.defense or client.released_images > 1 else _label_of_image(seen)
-        if of_image is not None:
-            told = Told((of_image,), (of_image,), "the reconstruction, which explains it")
-            return replace(given, told=told)
+    seen, source, client, spec = given.seen, given.source, given.client, given.spec
+    if given.told is None and client.has_labels and found.remark is None:
+        label = label_of_image(seen) if client.released_images == 1 and not seen.defense else None
+        if label is not None:
+            return replace(given, told=Told((label,), (label,), "the reconstruction, which explains it"))
         warn(
             f"{source} have equal biases of the head, so that the update tells no label and no reconstruction can be "
             "checked. A head that does not train looks like this, or weights of two models."
         )
-    label = label if told is not None else None
-    if label is not None:
-        other = fit_normalisation(seen, label, source)
-        if other is not None and other != given.spec.normalisation:
-            assert isinstance(given.spec.images, tuple)  # the two files
-            before, after = map(Path, given.spec.images)
-            return _of_update(before, after, replace(given.spec, normalisation=other), seen.model.mean.device)
-        given = replace(given, unexplained=why_unexplained(seen, label, source))
+    if given.told is None:
+        diagnosis = None
+    if diagnosis is not None:
+        other = diagnosis.normalisation()
+        if other is not None and other != spec.normalisation:
+            assert isinstance(spec.images, tuple)  # the two files
+            before, after = map(Path, spec.images)
+            return _of_update(before, after, replace(spec, normalisation=other), seen.model.mean.device)
+        given = replace(given, unexplained=diagnosis.why_unexplained())
     if not seen.defense:
         try:
-            check_adam(seen, label, source)
+            check_adam(seen, None if diagnosis is None else diagnosis.label, source)
         except PrivlabError as reason:
             warn(f"{reason} The attacks run all the same: that they fail is no evidence of privacy.")
     one_by_one = client.released_images == 1 or client.loss == "binary" or len(found.labels) > client.released_images
     if one_by_one or seen.defense or client.gradient_factor is None:
         return given
     return replace(given, told=_told(given.base, as_gradients(seen)))
-
-
-def _label_of_image(seen: Observation) -> int | None:
-    """Return the label with which the image of the closed form explains an update without the head's; None without one.
-
-    Of the classes whose logits of the image rise most along the update, the one that leaves the least counts.
-    """
-    client = seen.client
-    assert client is not None
-    lacking = {*PatchUpdate.parameters} - seen.gradients.keys()
-    if lacking or client.optimiser != "sgd" or client.dropout or client.drop_path or PatchUpdate().beyond(seen):
-        return None
-    with full_precision(), collect_warnings([]):
-        image = PatchUpdate(decay="fitted")(seen)
-        moved = undecayed(seen.model, {name: u[0] for name, u in seen.gradients.items()}, client)
-        left = {label: residual(seen, image, label) for label in labels_that_rise(seen.model, moved, image)}
-    best = min(left, key=lambda label: left[label])
-    return best if left[best] < EXPLAINED_RESIDUAL else None
-
-
-def _of_two_models(seen: Observation) -> str:
-    """Return what else is said of an update without labels, if it is large."""
-    if (share := share_of_weights(seen)) < TWO_MODELS:
-        return ""
-    return (
-        f" The update is {share:.0%} of the weights. Weights of two models look like this, or noise of another size in "
-        "each layer: give the weights that this client began with."
-    )
-
-
-def _of_noise(source: str, noise: Noise) -> str:
-    """Return what is said of an update that holds noise."""
-    share = min(noise.share, 1.0)
-    return (
-        f"{source}: the update looks like noise: entries that cancel in any training do not, and {share:.0%} of "
-        f"its squared size is noise of a standard deviation of {noise.deviation:.2g}, in weights. Labels are stated "
-        "only where they are beyond it, and no reconstruction can be proven: low scores say that noise was added."
-    )
 
 
 def _fed_whole(spec: Specification) -> Specification:
@@ -277,7 +249,9 @@ def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Give
         warn(update)
     plain = update is None and check_head(released) and not released.is_zero
     seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
-    return Given(spec, base, released, seen, _told(base, seen) if plain else None, changed=update is not None)
+    told = _told(base, seen) if plain else None
+    own = {"told": told, "changed": update is not None}
+    return Given(spec=spec, base=base, source=released.source, file=released, seen=seen, **own)
 
 
 def _knows_weights(released: GradientFile, base: Victim) -> bool:

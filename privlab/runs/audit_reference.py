@@ -24,11 +24,13 @@ from privlab.images import NamedImage, Others, Preprocessing, apart_from, neares
 from privlab.metrics import Learned, psnr
 from privlab.release import effects_of, is_explained, slots_without_gradient
 from privlab.release.explained import explained_share, residual
-from privlab.runs.audit_case import AuditCase, Row
-from privlab.runs.audit_certificate import what_released
+from privlab.runs.audit_case import Row
+from privlab.runs.audit_given import Given
 from privlab.stores import RunDirectory, strip_name, strip_png
-from privlab.threat import Observation
 from privlab.victims import Victim
+
+Made = Sequence[tuple[Row, Tensor | None]]
+"""The row of each attack, and its reconstructions; None where it failed."""
 
 _PSNR_MARGIN = 10.0
 """In dB: by how much the PSNR of one preprocessing must exceed that of another that explains the gradient as well."""
@@ -100,13 +102,7 @@ class ReferenceScorer:
         return {"attack": CONTROLS[0], "status": "ok"} | self(self.public.mean(0, keepdim=True))
 
 
-def write_scores(
-    case: AuditCase,
-    scorer: ReferenceScorer,
-    rows: Sequence[Row],
-    made: Sequence[tuple[Row, Tensor | None]],
-    run: RunDirectory,
-) -> None:
+def write_scores(case: Given, scorer: ReferenceScorer, rows: Sequence[Row], made: Made, run: RunDirectory) -> None:
     """Write the records of the private image with its scores, and a strip of it and the reconstructions.
 
     Args:
@@ -117,8 +113,8 @@ def write_scores(
         run: the run directory.
     """
     (release,) = case.releases
-    own = {attack.name: case.rows(attack, release)[0] for attack in case.group.attacks}
-    own[CONTROLS[0]] = case.control(release)
+    own = {attack.name: case.records(attack, release)[0] for attack in case.attacks}
+    own[CONTROLS[0]] = case.rows(len(release)).control(release[0], case.spec.settings[0], CONTROLS[0])
     records: list[Record] = []
     for row in rows:
         if row["status"] == "ok":
@@ -137,29 +133,24 @@ def write_scores(
     run.write_file(f"strips/{strip_name(0, strip)}", strip_png(strip))
 
 
-def as_fed(
-    scorer: ReferenceScorer,
-    base: Victim,
-    seen: Observation,
-    label: int | Tensor,
-    made: Sequence[tuple[Row, Tensor | None]],
-) -> tuple[ReferenceScorer, str | None]:
+def as_fed(scorer: ReferenceScorer, case: Given, made: Made) -> tuple[ReferenceScorer, str | None]:
     """Return the scorer by the reference as the client preprocessed it, and a sentence on that if there is one to say.
 
-    The scorer is returned as it is, without a sentence, where no reconstruction gives the released gradient, where a
-    defense changed what was fed, and where the reference gives that gradient too and none of the usual preprocessings
-    is much nearer to the reconstruction.
+    The scorer is returned as it is, without a sentence, where no label is known or no reconstruction gives what was
+    released, where a defense changed what was fed, and where the reference gives it too and none of the usual
+    preprocessings is much nearer to the reconstruction.
 
     Args:
         scorer: scores by the reference as the victim's preprocessing gives it.
-        base: the victim.
-        seen: the released gradient of one image, by which preprocessings are told apart.
-        label: the class index of the image, or its fitted target.
+        case: the case, with what was released of one image, by which preprocessings are told apart.
         made: the row of each attack, and its reconstruction; None where it failed. Of the rows that what was released
             proves, the one with the least residual is taken for what the client fed.
     """
-    what = what_released(seen)
-    proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row.get("proof") == what]
+    base, seen = case.base, case.seen
+    if case.labels is None:
+        return scorer, None
+    label = case.labels[0] if case.target is None else case.target
+    proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row["proof"] == case.what]
     effects, pixels = effects_of(seen.model, seen.defense), scorer.named.pixels
     if (
         not proven
@@ -183,14 +174,14 @@ def as_fed(
     own_explains = is_explained(own, seen.client)
     if is_explained(left, seen.client) and (not own_explains or after > before + _PSNR_MARGIN):
         return replace(scorer, image=image), (
-            f"{otherwise}. It gives the released {what} {way} (residual {left:.2g}, {name} at {after:.2f} dB): "
-            "scores are by that."
+            f"{otherwise}. It gives the released {case.what} {way} (residual {left:.2g}, {name} at {after:.2f} "
+            "dB): scores are by that."
         )
     if own_explains:
         return scorer, None
     return scorer, (
         f"{otherwise} and in none of {tried} usual ways (the nearest, {way}: residual {left:.2g}, {name} at "
-        f"{after:.2f} dB), or it is another image. {name} gives the released {what} (residual {proof:.2g}), the "
+        f"{after:.2f} dB), or it is another image. {name} gives the released {case.what} (residual {proof:.2g}), the "
         "reference does not: low scores say nothing here."
     )
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 from privlab.attacks import PatchGradient, PatchUpdate
 from privlab.attacks.solvers import fit_decay, slot_gradients, slot_rows
 from privlab.base import collect_warnings, full_precision, warn
-from privlab.release import EXPLAINED_RESIDUAL, is_explained, undecayed, update_on, without_decay
+from privlab.release import EXPLAINED_RESIDUAL, is_explained, labels_that_rise, undecayed, update_on, without_decay
 from privlab.release.explained import residual, soft_targets
 from privlab.release.grey_levels import grey_level_error
 from privlab.threat import Client, Observation
@@ -98,111 +98,165 @@ def _is_plausible(label: Mapping[int, float]) -> bool:
     return len(label) <= 4 and sum(label.values()) > 1 - _LEAST_SHARE
 
 
-def fit_client(seen: Observation, label: int, source: str) -> Fitted | None:
-    """Return how a client of one image trained, where settings explain its update; None where none does.
-
-    The client is run again on the image of the closed form, with the stated settings and label; with a label that the
-    update of the head's bias shows (`soft_targets`): smoothed, mixed or of several classes; with another decay, rate,
-    momentum, number of steps, schedule or number format. The simplest that explains the update is taken, and said.
-
-    Args:
-        seen: the update of a client of one image, with N < D; if it has dropout nothing is fitted.
-        label: the class that the update shows.
-        source: names of the files, for the warning.
-
-    Warns:
-        PrivlabWarning: for settings that are fitted. Of Adam and AdamW nothing is tried but SGD.
-    """
-    if (stated := seen.client) is None or _BIAS not in seen.gradients:
-        return None
-    start = stated if stated.optimiser == "sgd" else replace(stated, optimiser="sgd", weight_decay=0.0)
-    seen = replace(seen, client=start)
-    if (image := _closed_form(seen)) is None:
-        return None
-    with full_precision(), collect_warnings([]):
-        found = _Search(seen, start, image, label).simplest()
-    if found is not None and (changed := found.settings(stated)):
-        warn(f"{source}: {_stated(changed, stated)}. Other settings may explain the update as well.")
-    if found is not None and found.of_head != 1:
-        warn(
-            f"{source}: the head moved {found.of_head:.3g} times as far as these settings say. It has a learning rate "
-            "of its own, and the rest of the update is explained without it."
-        )
-    return found
-
-
-def _closed_form(seen: Observation) -> Tensor | None:
-    """Return the image of a client of one image, of grey levels where these are near; None where it finds none.
-
-    Its decay is fitted, so that it needs no setting but that SGD was used, without dropout: momentum, rates and
-    averages of weights are one linear map of the steps.
-    """
-    lacking = {"pos_embed", "patch_embed.proj.weight"} - seen.gradients.keys()
-    client = seen.client
-    if lacking or client is None or client.optimiser != "sgd" or client.dropout or client.drop_path:
-        return None
-    if PatchUpdate().beyond(seen) is not None:
-        return None
-    with full_precision(), collect_warnings([]):  # what weakens the attack is said where it runs
-        image = PatchUpdate(decay="fitted")(seen)
-        near = float(grey_level_error(image).rms[0]) < _NEAR_LEVELS
-        return (image * 255).round() / 255 if near else image
-
-
 @dataclass(frozen=True, eq=False)
-class _Search:
-    """A search for the settings with which an image and its label explain the update of a client, from the stated."""
+class UpdateDiagnosis:
+    """How a client of one image trained, as its update `seen` shows it, whose head shows the class `label`.
+
+    The image of the closed form needs no setting but that SGD was used, without dropout: momentum, rates and averages
+    of weights are one linear map of the steps, and decay is fitted. So the client can be run again on it, and settings
+    with which it gives the update are how it trained. `source` names the files in warnings.
+    """
 
     seen: Observation
-    start: Client
-    image: Tensor
     label: int
+    source: str
 
-    def simplest(self) -> Fitted | None:
+    @property
+    def stated(self) -> Client:
+        """Return the settings that were stated."""
+        assert self.seen.client is not None
+        return self.seen.client
+
+    @cached_property
+    def start(self) -> Client:
+        """Return the settings from which others are tried: the stated ones, with SGD in place of Adam and AdamW."""
+        stated = self.stated
+        return stated if stated.optimiser == "sgd" else replace(stated, optimiser="sgd", weight_decay=0.0)
+
+    @cached_property
+    def image(self) -> Tensor | None:
+        """Return the image of the closed form, of grey levels where these are near; None where it finds none."""
+        lacking = {"pos_embed", "patch_embed.proj.weight"} - self.seen.gradients.keys()
+        seen = replace(self.seen, client=self.start)
+        if lacking or self.start.dropout or self.start.drop_path or PatchUpdate().beyond(seen) is not None:
+            return None
+        with full_precision(), collect_warnings([]):  # what weakens the attack is said where it runs
+            image = PatchUpdate(decay="fitted")(seen)
+            near = float(grey_level_error(image).rms[0]) < _NEAR_LEVELS
+            return (image * 255).round() / 255 if near else image
+
+    def fitted(self) -> Fitted | None:
+        """Return how the client trained, where settings explain its update; None where none does.
+
+        The client is run again with the stated settings and label; with a label that the update of the head's bias
+        shows (`soft_targets`): smoothed, mixed or of several classes; with another decay, rate, momentum, number of
+        steps, schedule or number format. The simplest that explains the update is taken. Of Adam and AdamW nothing is
+        tried but SGD.
+
+        Warns:
+            PrivlabWarning: for settings that are fitted.
+        """
+        if _BIAS not in self.seen.gradients or self.image is None:
+            return None
+        with full_precision(), collect_warnings([]):
+            found = self._simplest()
+        if found is not None and (changed := found.settings(self.stated)):
+            said = _stated(changed, self.stated)
+            warn(f"{self.source}: {said}. Other settings may explain the update as well.")
+        if found is not None and found.of_head != 1:
+            warn(
+                f"{self.source}: the head moved {found.of_head:.3g} times as far as these settings say. It has a "
+                "learning rate of its own, and the rest of the update is explained without it."
+            )
+        return found
+
+    def normalisation(self) -> str | None:
+        """Return the name of another normalisation than the stated one, where that explains what the model was fed.
+
+        Warns:
+            PrivlabWarning: if pixels that the stated normalisation makes of no image explain the update.
+        """
+        seen = self.seen
+        if self.start != self.stated or self.image is None:
+            return None
+        with full_precision(), collect_warnings([]):
+            pixels = fed_pixels(seen, decay_shown(seen))
+            explained = residual_of_pixels(seen, pixels, self.label) < EXPLAINED_RESIDUAL
+        if not explained or _is_image(pixels * seen.model.std + seen.model.mean):  # the stated normalisation fits
+            return None
+        named = []
+        for name, parts in NORMALISATIONS.items():
+            mean, std = (pixels.new_tensor(of_channels(values, pixels.shape[1])).view(-1, 1, 1) for values in parts)
+            if _is_image(pixels * std + mean):
+                named.append(name)
+        right = f"--normalisation {named[0]} is taken" if named else "Give the client's by --normalisation MEAN/STD"
+        warn(
+            f"{self.source} does not match images under the stated normalisation: the model was fed pixels from "
+            f"{float(pixels.min()):.3g} to {float(pixels.max()):.3g}, which explain it. {right}."
+        )
+        return named[0] if named else None
+
+    def why_unexplained(self) -> str | None:
+        """Return that no image explains the update, and whether it looks like the weights of two models.
+
+        It is None for a client of Adam or AdamW, for dropout, and where the closed form does not apply.
+        """
+        if self.start != self.stated or self.image is None:
+            return None
+        with full_precision(), collect_warnings([]):
+            of_round = share_of_weights(self.seen, self._made(self.stated))
+        share = share_of_weights(self.seen)
+        if share >= TWO_MODELS and share * TWO_MODELS >= of_round:
+            return (
+                f"{self.source} look like weights of two models, or like noise, not like weights before and after a "
+                f"round: the difference is {share:.0%} of the weights, a round with these settings moves "
+                f"{of_round:.1%}, and no image explains it. Give the weights that this client began with: low scores "
+                "say nothing here."
+            )
+        return (
+            f"{self.source}: no image explains it, with these settings or others that were tried. Another optimiser, "
+            "number of images or loss than stated, weights of two models, noise, rounding, or a defense: low scores "
+            "say nothing here."
+        )
+
+    def _simplest(self) -> Fitted | None:
         """Return the simplest settings that explain the update; None where none does."""
         start = self.start
-        found = [each for client in {start, self.decayed(start)} for each in self.tried(client)]
+        found = [each for client in {start, self._decayed(start)} for each in self._tried(client)]
 
         def best() -> Fitted:
             return min(found, key=lambda each: (not each.explains, each.score(start)))
 
         if not best().explains:
-            alone = self.without_head(self.decayed(start))
+            alone = self._without_head(self._decayed(start))
             if alone is not None and alone.residual < _EXACT:
                 return alone
         if best().residual >= _EXACT:
-            others = [next(self.tried(self.decayed(client))) for client in self.others()]
+            others = [next(self._tried(self._decayed(client))) for client in self._others()]
             others.sort(key=lambda each: each.score(start))
             found += others
             if best().residual >= _EXACT:  # a label takes more runs
-                found += [each for one in others[:_MOST_LABELS] for each in self.tried(one.client)]
+                found += [each for one in others[:_MOST_LABELS] for each in self._tried(one.client)]
         label = best().settings(start).get("label")
         if not best().explains or (label is not None and not _is_plausible(label)):
-            found += [next(self.tried(self.decayed(client))) for client in self.clipped()]
-        return self.rounded(best()) if best().explains else self.without_head(best().client)
+            found += [next(self._tried(self._decayed(client))) for client in self._clipped()]
+        return self._rounded(best()) if best().explains else self._without_head(best().client)
 
-    def left(self, client: Client, target: int | Tensor, *, with_bias: bool = True) -> float:
+    def _left(self, client: Client, target: int | Tensor, *, with_bias: bool = True) -> float:
         """Return the residual that a client leaves of the update."""
+        assert self.image is not None
         return residual(replace(self.seen, client=client), self.image, target, with_bias=with_bias)
 
-    def made(self, client: Client) -> Mapping[str, Tensor]:
+    def _made(self, client: Client) -> Mapping[str, Tensor]:
         """Return the update of a client on the image."""
+        assert self.image is not None
         return update_on(self.seen.model, client, self.image, self.label)
 
     @cached_property
-    def lost(self) -> float | None:
+    def _lost(self) -> float | None:
         """Return the share of the weights that decay took, as it is fitted; None where it is that of the start."""
         lost = decay_shown(self.seen)
         decays = abs(lost - (1 - self.start.kept_share)) > _FLOOR * share_of_weights(self.seen)
         return lost if decays else None
 
-    def decayed(self, client: Client) -> Client:
+    def _decayed(self, client: Client) -> Client:
         """Return a client with the decay that the update shows."""
-        return client if self.lost is None else replace(client, weight_decay=decay_that_takes(client, self.lost))
+        return client if self._lost is None else replace(client, weight_decay=decay_that_takes(client, self._lost))
 
-    def tried(self, client: Client) -> Iterator[Fitted]:
+    def _tried(self, client: Client) -> Iterator[Fitted]:
         """Yield what a client leaves with its label; if that is much, with smoothing or any fitted label."""
-        yield (hard := Fitted(client, self.label, self.left(client, self.label)))
+        yield (hard := Fitted(client, self.label, self._left(client, self.label)))
+        assert self.image is not None
         if hard.residual < _EXACT or (y := soft_targets(replace(self.seen, client=client), self.image)) is None:
             return
         classes = y.shape[1]
@@ -212,34 +266,34 @@ class _Search:
             if 0 < smoothing < 1 and float((rest - rest.mean()).abs().sum()) < _LEAST_SHARE:
                 own = replace(client, label_smoothing=round(smoothing, 4))
                 top = int(y[0].argmax())
-                yield Fitted(own, top, self.left(own, top))
+                yield Fitted(own, top, self._left(own, top))
         plain = replace(client, label_smoothing=0.0)
-        yield Fitted(plain, y, self.left(plain, y))
+        yield Fitted(plain, y, self._left(plain, y))
 
-    def clipped(self) -> Iterator[Client]:
+    def _clipped(self) -> Iterator[Client]:
         """Yield clients that clip each gradient to the norm with which some number of steps moves as far."""
         size = math.sqrt(_squares(u[0] for u in self.seen.gradients.values()))
         for steps in sorted({self.start.total_steps, *_CLIPPED_STEPS}):
             clip = size / (self.start.lr * steps)
             for _ in range(_CLIP_ROUNDS):
-                made = self.made(replace(self.start, steps=steps, epochs=None, clip=clip))
+                made = self._made(replace(self.start, steps=steps, epochs=None, clip=clip))
                 clip *= size / math.sqrt(_squares(made[name] for name in self.seen.gradients))
             yield replace(self.start, steps=steps, epochs=None, clip=clip)
 
-    def without_head(self, client: Client) -> Fitted | None:
+    def _without_head(self, client: Client) -> Fitted | None:
         """Return the settings that explain all of the update but the head's, which may have a rate of its own."""
-        left = self.left(client, self.label, with_bias=False)
+        left = self._left(client, self.label, with_bias=False)
         if not is_explained(left, client):
             return None
-        made, held = self.made(client)[_BIAS].double(), self.seen.gradients[_BIAS][0].double()
+        made, held = self._made(client)[_BIAS].double(), self.seen.gradients[_BIAS][0].double()
         if not float(cosine_similarity(held, made, dim=0)) > _LEAST_COSINE:
             return None
         return Fitted(client, self.label, left, float((held * made).sum() / made.square().sum()))
 
-    def others(self) -> Iterator[Client]:
+    def _others(self) -> Iterator[Client]:
         """Yield clients with other settings, the likeliest first; some move the head's bias as far as the update."""
         client = self.start
-        if (reach := self.reach(self.decayed(client))) is None:
+        if (reach := self._reach(self._decayed(client))) is None:
             return
         steady, several = replace(client, momentum=0.0, nesterov=False), client.total_steps > 1
         if client.autocast == "float32":
@@ -255,10 +309,10 @@ class _Search:
             families += [lambda reach: _with_momentum(steady, reach, nesterov=False)]
             families += [lambda reach: _with_momentum(steady, reach, nesterov=True)]
         for family in families:
-            if (found := self.matched(family, reach)) is not None:
+            if (found := self._matched(family, reach)) is not None:
                 yield found
         for one in {client, client if client.dampening else replace(steady, momentum=_MOMENTUM)}:
-            found = self.matched(lambda reach, one=one: _with_steps(one, reach), reach)
+            found = self._matched(lambda reach, one=one: _with_steps(one, reach), reach)
             T = client.total_steps if found is None else found.total_steps
             yield from (
                 replace(one, steps=n, epochs=None)
@@ -266,7 +320,7 @@ class _Search:
                 if n != client.total_steps
             )
 
-    def matched(self, family: Callable[[float], Client | None], reach: float) -> Client | None:
+    def _matched(self, family: Callable[[float], Client | None], reach: float) -> Client | None:
         """Return the client of a family that moves the head's bias as far as the update does; None if there is none.
 
         What a client of more reach moves grows, but less than in proportion, as gradients change on the way: secants of
@@ -274,7 +328,7 @@ class _Search:
         """
         own, aim, points = family(reach), math.log(reach), list[tuple[float, float]]()
         for _ in range(_ROUNDS):
-            ratio = None if own is None else self.reach(self.decayed(own))
+            ratio = None if own is None else self._reach(self._decayed(own))
             if own is None or ratio is None:
                 return None
             off = math.log(ratio / own.reach)  # how much further the update went
@@ -289,20 +343,20 @@ class _Search:
                 break
         return own
 
-    def reach(self, client: Client) -> float | None:
+    def _reach(self, client: Client) -> float | None:
         """Return `Client.reach` times ⟨Û, U⟩ / ⟨Û, Û⟩, with U what gradients moved of the head's bias, Û the client's.
 
         Other parameters' gradients change more on the way. None where the two have little in common.
         """
         held, made = (
             undecayed(self.seen.model, {_BIAS: u}, client)[_BIAS]
-            for u in (self.seen.gradients[_BIAS][0], self.made(client)[_BIAS])
+            for u in (self.seen.gradients[_BIAS][0], self._made(client)[_BIAS])
         )
         if not float(cosine_similarity(held, made, dim=0)) > _LEAST_COSINE:
             return None
         return client.reach * float((made * held).sum() / made.square().sum())
 
-    def rounded(self, found: Fitted) -> Fitted:
+    def _rounded(self, found: Fitted) -> Fitted:
         """Return the fitted settings with each number rounded as far as they explain the update as well."""
         for name in ("lr", "momentum", "weight_decay", "label_smoothing", "clip"):
             value = getattr(found.client, name)
@@ -313,7 +367,7 @@ class _Search:
                 if abs(near - value) > _NEAR * value or not 0 <= near < math.inf:
                     continue
                 own = at_rate(found.client, near) if name == "lr" else replace(found.client, **{name: near})
-                left = self.left(own, found.target)
+                left = self._left(own, found.target)
                 if left <= 1.1 * found.residual + _EXACT / 10:
                     found = Fitted(own, found.target, left)
                     break
@@ -344,14 +398,14 @@ def _with_momentum(client: Client, reach: float, *, nesterov: bool) -> Client | 
 
 def _stated(changed: Mapping[str, Any], stated: Client) -> str:
     """Return what was fitted, and in place of what."""
-    parts = [
-        f"client.{name}={value:.4g}" if isinstance(value, float) else f"client.{name}={value}"
-        for name, value in changed.items()
-        if name != "label"
-    ]
-    before = {name: getattr(stated, name) for name in changed if name != "label"}
-    instead = [f"{name} not stated" if value is None else f"{name}={value}" for name, value in before.items()]
-    said = [f"{' and '.join(parts)} fitted to the update, in place of {', '.join(instead)}"] if parts else []
+    new, old, said = list[str](), list[str](), list[str]()
+    for name, value in changed.items():
+        if name != "label":
+            before = getattr(stated, name)
+            new.append(f"client.{name}={value:.4g}" if isinstance(value, float) else f"client.{name}={value}")
+            old.append(f"{name} not stated" if before is None else f"{name}={before}")
+    if new:
+        said.append(f"{' and '.join(new)} fitted to the update, in place of {', '.join(old)}")
     if "label" in changed:
         said.append(f"the label is fitted to the update: {label_shares(changed['label'])}")
     return "; ".join(said)
@@ -386,35 +440,19 @@ def residual_of_pixels(seen: Observation, pixels: Float[Tensor, "1 c h w"], labe
     return residual(replace(seen, model=model), pixels.to(model.mean), label)
 
 
-def fit_normalisation(seen: Observation, label: int, source: str) -> str | None:
-    """Return the name of another normalisation than the stated one, where that explains what the model was fed.
+def label_of_image(seen: Observation) -> int | None:
+    """Return the label with which the image of the closed form explains an update without the head's; None without one.
 
-    Args:
-        seen: the update of a client of one image, which no setting explains.
-        label: the class that the update shows.
-        source: names of the files, for the warning.
-
-    Warns:
-        PrivlabWarning: if pixels that the stated normalisation makes of no image explain the update.
+    Of the classes whose logits of the image rise most along the update, the one that leaves the least counts.
     """
-    if _closed_form(seen) is None:
+    client = seen.client
+    if client is None or client.optimiser != "sgd" or (image := UpdateDiagnosis(seen, -1, "").image) is None:
         return None
     with full_precision(), collect_warnings([]):
-        pixels = fed_pixels(seen, decay_shown(seen))
-        explained = residual_of_pixels(seen, pixels, label) < EXPLAINED_RESIDUAL
-    if not explained or _is_image(pixels * seen.model.std + seen.model.mean):  # the stated normalisation fits
-        return None
-    named = []
-    for name, parts in NORMALISATIONS.items():
-        mean, std = (pixels.new_tensor(of_channels(values, pixels.shape[1])).view(-1, 1, 1) for values in parts)
-        if _is_image(pixels * std + mean):
-            named.append(name)
-    right = f"--normalisation {named[0]} is taken" if named else "Give the client's by --normalisation MEAN/STD"
-    warn(
-        f"{source} does not match images under the stated normalisation: the model was fed pixels from "
-        f"{float(pixels.min()):.3g} to {float(pixels.max()):.3g}, which explain it. {right}."
-    )
-    return named[0] if named else None
+        moved = undecayed(seen.model, {name: u[0] for name, u in seen.gradients.items()}, client)
+        left = {label: residual(seen, image, label) for label in labels_that_rise(seen.model, moved, image)}
+    best = min(left, key=lambda label: left[label])
+    return best if left[best] < EXPLAINED_RESIDUAL else None
 
 
 def _is_image(pixels: Tensor) -> bool:
@@ -433,34 +471,6 @@ def weights_before(seen: Observation, name: str) -> Tensor:
     """Return the weights before of a parameter, or E_unk."""
     unknown = seen.model.unk_embed
     return (unknown if name == "unk_embed" and unknown is not None else seen.model.vit.get_parameter(name)).detach()
-
-
-def why_unexplained(seen: Observation, label: int, source: str) -> str | None:
-    """Return that no image explains an update, and whether it looks like the weights of two models.
-
-    It is None for a client of Adam or AdamW, for dropout, and where the closed form does not apply.
-
-    Args:
-        seen: the update of a client of one image.
-        label: the class that the update shows.
-        source: names of the files.
-    """
-    client, image = seen.client, _closed_form(seen)
-    if client is None or image is None:
-        return None
-    with full_precision(), collect_warnings([]):
-        of_round = share_of_weights(seen, update_on(seen.model, client, image, label))
-    share = share_of_weights(seen)
-    if share >= TWO_MODELS and share * TWO_MODELS >= of_round:
-        return (
-            f"{source} look like weights of two models, or like noise, not like weights before and after a round: the "
-            f"difference is {share:.0%} of the weights, a round with these settings moves {of_round:.1%}, and no image "
-            "explains it. Give the weights that this client began with: low scores say nothing here."
-        )
-    return (
-        f"{source}: no image explains it, with these settings or others that were tried. Another optimiser, number of "
-        "images or loss than stated, weights of two models, noise, rounding, or a defense: low scores say nothing here."
-    )
 
 
 def at_rate(client: Client, rate: float) -> Client:

@@ -231,7 +231,7 @@ MISTAKES = {
     "type": (("--client", "sgd", "--set", "client.lr=fast"), "--set client.lr=fast: the value must be of type float."),
     "not public": (
         ("--client", "sgd", "--set", "client.weight_decay=unknown"),
-        "Found client.weight_decay=unknown: in `privlab audit update` leave it out",
+        "Found client.weight_decay=unknown: state the likeliest value",
     ),
     "both": (("--client", "sgd", "--set", "client.steps=2", "--set", "client.epochs=1"), "give one of them"),
     "adam's momentum": (("--client", "adam", "--set", "client.momentum=0.9"), "client.momentum=0.9 is of sgd alone."),

@@ -12,7 +12,7 @@ import torch
 from privlab.base import PrivlabError
 from privlab.grids import specify
 from privlab.release import Recorder
-from privlab.runs import audit
+from privlab.runs import audit_features
 from privlab.victims import victim
 
 DECODER = ("--attack", "inversion-mae", "--set", "steps=2", "--set", "width=32", "--metrics", "psnr")
@@ -125,6 +125,6 @@ def test_an_audit_takes_the_cut_from_the_recording(cli: Callable[..., Any], phot
     assert set(pd.read_parquet(tmp_path / "a" / "records").cut_layer) == {2}
     wrong = specify("cifar_vit", "c", attack="depth-optimisation", release="features", cut_layer=1)
     with pytest.raises(PrivlabError, match=r"has cut layer 2\. Found 1\."):
-        audit(tmp_path / "seen", wrong, out=tmp_path / "b")
+        audit_features(tmp_path / "seen", wrong, out=tmp_path / "b")
     lacking = cli("audit", *base, "--attack", "pe-assignment", "--out", tmp_path / "c")
     assert "embedded_rows" in lacking.error

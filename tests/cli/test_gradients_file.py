@@ -282,7 +282,7 @@ BAD = {
     ),
     "scaled": (scale(1024), r"contradicts itself: .*the gradient scaled \(unscale it first\)\."),
     "no format": (state_as(format="pt"), r"must state format = privlab-gradients .* Found pt: write it with"),
-    "version": (state_as(version="2"), r"must be of version 1 of privlab-gradients\. Found 2\."),
+    "version": (state_as(version="2"), r"version in the metadata must be 1\. Found 2\."),
     "batch size": (state_as(batch_size="many"), r"batch_size in the metadata must be a positive number\. Found many\."),
     "reduction": (state_as(reduction="none"), r"reduction in the metadata must be mean or sum\. Found none\."),
     "names": (state_as(without_gradient="norm"), r"without_gradient in the metadata must be a JSON list of names"),

@@ -63,9 +63,9 @@ def test_a_place_where_no_directory_can_be_made_is_one_line(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "work"),
     [
-        ("gradients", "privlab.runs.audit_gradients.audit_gradients"),
-        ("update", "privlab.runs.audit_gradients.audit_gradients"),
-        ("features", "privlab.runs.audit"),
+        ("gradients", "privlab.runs.audit_gradients"),
+        ("update", "privlab.runs.audit_gradients"),
+        ("features", "privlab.runs.audit_features"),
     ],
 )
 def test_the_default_directory_of_an_audit_is_there_before_its_work(
@@ -94,7 +94,7 @@ def test_the_default_directory_of_an_audit_is_there_before_its_work(
 def test_a_directory_of_something_else_is_refused_before_the_work(
     cli: Cli, files: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, kind: str, name: str, said: str
 ) -> None:
-    for work in ("audit_gradients.read_given", "audit_features.audited_victim"):
+    for work in ("audit_release.read_given", "audit_recording.audited_victim"):
         monkeypatch.setattr(f"privlab.runs.{work}", lambda *_, **__: pytest.fail("the work began"))
     Path("there").mkdir()
     Path("there", name).write_text(json.dumps({"specification": {}, "status": "finished"}))

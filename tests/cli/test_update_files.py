@@ -427,17 +427,12 @@ MISTAKES: dict[str, tuple[Callable[[tuple[Path, Path]], tuple[Path, Path]], tupl
     "no rate": (
         lambda files: files,
         ("--set", "client.lr=unknown"),
-        "Found client.lr=unknown: state the likeliest rate; `privlab audit update` of one image fits another",
-    ),
-    "no decay": (
-        lambda files: files,
-        ("--set", "client.weight_decay=unknown"),
-        "in `privlab audit update` leave it out, and it is fitted",
+        "Found client.lr=unknown: state the likeliest value. `privlab audit update` of one image and SGD fits",
     ),
     "no decay of AdamW": (
         lambda files: files,
         ("--client", "adamw", "--set", "client.momentum=0", "--set", "client.weight_decay=unknown"),
-        "no attack fits the decay of adamw, so state the likeliest (torch's default is 0.01)",
+        "Found client.weight_decay=unknown: state the likeliest value",
     ),
     "no dropout": (
         lambda files: files,

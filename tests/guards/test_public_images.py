@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.evaluation import Specification
 from privlab.images import Others, open_images
-from privlab.runs import ReferenceScorer
+from privlab.runs.audit_reference import ReferenceScorer
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.base import PrivlabWarning
 from privlab.release import as_gradients, observe_updates
 from privlab.runs.audit_certificate import certify
-from privlab.runs.update_diagnosis import fit_client
+from privlab.runs.update_diagnosis import UpdateDiagnosis
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
 
@@ -60,7 +60,7 @@ def test_settings_that_are_fitted_prove_and_so_do_grey_levels(tiny_model: Model,
     seen = replace(sent(model, image, torch.tensor([2]), true), client=replace(true, momentum=0.0))
     assert certify(seen, image, 2).proof is None
     with pytest.warns(PrivlabWarning, match=r"client\.momentum=0\.9 fitted"):
-        fitted = fit_client(seen, 2, "files")
+        fitted = UpdateDiagnosis(seen, 2, "files").fitted()
     assert fitted is not None
     assert certify(replace(seen, client=fitted.client), image, fitted.target).proof == "update"
     noise = 1e-4 / 255 * torch.randn(image.shape, generator=torch.Generator().manual_seed(0))

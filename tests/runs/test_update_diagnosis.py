@@ -11,7 +11,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabWarning, collect_warnings
 from privlab.release import is_explained, observe_updates
-from privlab.runs.update_diagnosis import fit_client, fit_normalisation, why_unexplained
+from privlab.runs.update_diagnosis import UpdateDiagnosis
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
 
@@ -84,7 +84,7 @@ def test_what_is_not_stated_is_fitted_and_said(tiny_model: Model, crops: Tensor,
     seen = replace(update_of(tiny_model(num_classes=CLASSES).float(), true, crops[:1], target), client=stated)
     found = None
     with collect_warnings(said := []):
-        found = fit_client(seen, 3, "files")
+        found = UpdateDiagnosis(seen, 3, "files").fitted()
     assert found is not None
     assert found.residual < 1e-3
     settings = found.settings(stated)
@@ -102,8 +102,8 @@ def test_a_rate_of_the_head_alone_is_said_and_is_no_matter_of_the_normalisation(
     own = {name: times * u if name.startswith("head") else u for name, u in seen.gradients.items()}
     seen = replace(seen, gradients=own)
     with collect_warnings(said := []):
-        found = fit_client(seen, 3, "files")
-        assert fit_normalisation(seen, 3, "files") is None  # the pixels are those of an image as it is
+        found = UpdateDiagnosis(seen, 3, "files").fitted()
+        assert UpdateDiagnosis(seen, 3, "files").normalisation() is None  # the pixels are those of an image as it is
     assert found is not None
     assert found.residual < 1e-3
     assert found.of_head == pytest.approx(times, rel=0.01)
@@ -120,14 +120,16 @@ def test_only_under_autocast_a_residual_of_rounding_explains() -> None:
 @pytest.mark.slow
 def test_bf16_is_fitted_or_explained_without(tiny_model: Model, crops: Tensor) -> None:
     true = replace(THREE, autocast="bf16")
-    found = fit_client(replace(update_of(tiny_model().float(), true, crops[:1]), client=THREE), 3, "files")
+    found = UpdateDiagnosis(
+        replace(update_of(tiny_model().float(), true, crops[:1]), client=THREE), 3, "files"
+    ).fitted()
     assert found is not None
     assert found.residual < 0.05
 
 
 def test_of_an_update_of_adam_nothing_is_fitted(tiny_model: Model, crops: Tensor) -> None:
     true = Client(optimiser="adamw", lr=1e-3, steps=2)
-    assert fit_client(update_of(tiny_model().float(), true, crops[:1]), 3, "files") is None
+    assert UpdateDiagnosis(update_of(tiny_model().float(), true, crops[:1]), 3, "files").fitted() is None
 
 
 @pytest.mark.slow
@@ -144,8 +146,8 @@ def test_what_is_as_large_as_the_weights_is_of_two_models_and_what_is_not_may_be
             for name, u in seen.gradients.items()
         }
         noisy = replace(seen, gradients=noise)
-        assert fit_client(noisy, 3, "files") is None
-        assert re.search(said, str(why_unexplained(noisy, 3, "files")))
+        assert UpdateDiagnosis(noisy, 3, "files").fitted() is None
+        assert re.search(said, str(UpdateDiagnosis(noisy, 3, "files").why_unexplained()))
 
 
 @pytest.mark.parametrize(
@@ -165,4 +167,4 @@ def test_another_normalisation_is_found(
     mean, std = (values.view(-1, 1, 1).expand_as(half) for values in true)
     seen = update_of(stated.normalised_by(mean, std), Client(lr=0.1), image)
     with pytest.warns(PrivlabWarning, match=said):
-        assert fit_normalisation(replace(seen, model=stated), 3, "files") == name
+        assert UpdateDiagnosis(replace(seen, model=stated), 3, "files").normalisation() == name

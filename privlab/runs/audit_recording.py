@@ -1,24 +1,27 @@
 """An audit of recorded features: what a server of split learning could reconstruct. No image is known."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from privlab.base import PrivlabError, collect_warnings, pick_device, warn
-from privlab.evaluation import AttackGroup, Record, Specification, applicable, defense_of, plan, public_images
+from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import Recorded, feature_capabilities, read_recording, recorded_cut_layer, recorded_sessions
 from privlab.runs.attack import status_of
-from privlab.runs.audit_case import UNSCORED, Audit, AuditCase, Release, Row, audited_victim, unknown_images
+from privlab.runs.audit_case import UNSCORED, AuditCase, Release, Row, audited_victim, unknown_images
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim
 
+if TYPE_CHECKING:
+    from privlab.report.run import Run
 
-def audit(
+
+def audit_features(
     folder: Path,
     spec: Specification,
     *,
@@ -28,7 +31,7 @@ def audit(
     limit: int | None = None,
     command: str | None = None,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
-) -> Audit:
+) -> "Run":
     """Run attacks on recorded features; write records, and a contact sheet for each batch and attack, batch by batch.
 
     `spec` names one victim, which is the public base of the recorded client, and the defense that the client is known
@@ -63,15 +66,16 @@ def audit(
     with collect_warnings(messages):
         base = audited_victim(spec, pick_device(device))
         sessions = recorded_sessions(folder)
-        group = next(iter(plan(spec, base)), AttackGroup(base, ()))
+        attacks = [cast(FeatureAttack, attack) for group in plan(spec, base) for attack in group.attacks]
         public = public_images(
             spec.public, spec.public_limit, base.preprocessing, base.model.mean.device, spec.bit_depth
         )
         found = {_name(batch): _images(batch, base) for batch in _limited(read_recording(folder), limit)}
-    case = AuditCase(spec, group, applicable(spec, base)[1], [*found.values()], [*public])
+    refused = applicable(spec, base)[1]
+    own = {"attacks": attacks, "refused": refused, "releases": [*found.values()], "public": [*public]}
+    case = AuditCase(spec=spec, base=base, source=f"{folder}", **own)
     run = RunDirectory.create(out, overwrite=overwrite, resume=goes_on)
-    facts = case.facts(out, f"{folder}", command) | {"unscored": UNSCORED, "recording": dict(sessions)}
-    facts["victim"] = {"name": base.name, "weights": asdict(base.weights)} | base.params()
+    facts = case.facts(out, command) | {"unscored": UNSCORED, "recording": dict(sessions)}
     facts["batches"] = rows = list[Row]()
     warned = run.read_run()["warnings"] if goes_on else []
     messages += [message for message in warned if message not in messages]
@@ -81,16 +85,26 @@ def audit(
         columns = ["cell", "image_sha256", "status", "reason", "seconds_attack"]
         earlier = {(row["cell"], row["image_sha256"]): row for row in run.store.read(columns).to_pylist()}
         for number, batch in enumerate(_limited(read_recording(folder), limit), 1):
-            if (images := found.get(_name(batch))) != _images(batch, base) or images is None:
-                told = f"'{_name(batch)}' was recorded while the audit ran. Left out: the same command attacks it."
-                warn(told)
+            images, new = found.get(_name(batch)), list[Record]()
+            if images is None or images != _images(batch, base):
+                warn(f"'{_name(batch)}' was recorded while the audit ran. Left out: the same command attacks it.")
                 continue
             features = batch.features.to(base.model.mean)
             seen = FeatureObservation(base.model, features, parts, photographs, grants, spec.cut_layer)
-            made = _attacked(case, seen, batch, images, earlier, run)
-            rows += [_row(batch, name, records) for name, records in made.items()]
+            for attack in attacks:
+                keys = [(record["cell"], record["image_sha256"]) for record in case.records(attack, images)]
+                if all(key in earlier for key in keys):
+                    records = [earlier[key] for key in keys]
+                else:
+                    records, made = case.attack(attack, seen, images)
+                    new += records
+                    if made is not None:
+                        sheet = sheet_png(made, [image.sha256 for image in images], keys[0][0])
+                        run.write_file(f"strips/{_sheet(batch, attack.name)}", sheet)
+                rows.append(_row(batch, attack.name, records))
+            run.write_records(new)
             progress(number, None)
-    return Audit(rows, messages, out)
+    return case.run(out)
 
 
 def _limited(batches: Iterable[Recorded], limit: int | None) -> Iterator[Recorded]:
@@ -122,30 +136,6 @@ def _images(batch: Recorded, base: Victim) -> Release:
             "recording: name the recorded client's --model and --img-size."
         )
     return unknown_images(_name(batch), batch.features.contiguous().numpy().tobytes(), len(batch.features))
-
-
-def _attacked(
-    case: AuditCase,
-    seen: FeatureObservation,
-    batch: Recorded,
-    images: Release,
-    earlier: Mapping[tuple[str, str], Record],
-    run: RunDirectory,
-) -> dict[str, list[Record]]:
-    """Return the records of a batch by attack; those that `earlier` lacks are made and written, after their sheets."""
-    made, new = dict[str, list[Record]](), list[Record]()
-    for attack in cast(tuple[FeatureAttack, ...], case.group.attacks):  # `plan` refuses those that read gradients
-        keys = [(row["cell"], row["image_sha256"]) for row in case.rows(attack, images)]
-        if all(key in earlier for key in keys):
-            made[attack.name] = [earlier[key] for key in keys]
-            continue
-        made[attack.name], reconstruction = case.attack(attack, seen, images)
-        new += made[attack.name]
-        if reconstruction is not None:
-            sheet = sheet_png(reconstruction, [image.sha256 for image in images], keys[0][0])
-            run.write_file(f"strips/{_sheet(batch, attack.name)}", sheet)
-    run.write_records(new)
-    return made
 
 
 def _row(batch: Recorded, attack: str, records: Sequence[Record]) -> Row:

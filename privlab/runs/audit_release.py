@@ -7,25 +7,27 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, first, pick_device, plain_data, warn
-from privlab.evaluation import AttackGroup, Specification, applicable, default_attacks, stands_in, unread
+from privlab.evaluation import Specification, applicable, default_attacks, stands_in, unread
 from privlab.evaluation.lpips_choice import with_lpips
-from privlab.release import GradientFile, head_of, labels_of_signs, slots_without_gradient
+from privlab.release import head_of, labels_of_signs, slots_without_gradient
 from privlab.release.explained import explained_share
-from privlab.runs.audit_case import UNSCORED, Audit, AuditCase, Row, failed, unknown_images
-from privlab.runs.audit_certificate import certify, what_released
+from privlab.runs.audit_case import UNSCORED, Row, failed, unknown_images
+from privlab.runs.audit_certificate import certify
 from privlab.runs.audit_given import GIVE_WEIGHTS, Files, Given, other_weights, read_given
 from privlab.runs.audit_reference import ReferenceScorer, as_fed, write_scores
 from privlab.runs.update_diagnosis import label_shares
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
-from privlab.victims import Victim
+
+if TYPE_CHECKING:
+    from privlab.report.run import Run
 
 
 def audit_gradients(
@@ -37,7 +39,7 @@ def audit_gradients(
     overwrite: bool = False,
     reference: Path | None = None,
     command: str | None = None,
-) -> Audit:
+) -> "Run":
     """Run every attack that the file grants; write its records and reconstructions as soon as it is finished.
 
     An image that is not known is named by the file and its number, and its records have no scores. The private image
@@ -65,70 +67,60 @@ def audit_gradients(
             asked for and needs more than the file grants, or a reference that is no image.
     """
     RunDirectory(out).check(overwrite=overwrite)
-    spec, told_of_lpips = with_lpips(spec, {}, download=reference is not None)
+    spec, of_lpips = with_lpips(spec, {}, download=reference is not None)
     messages = list[str]()
-    asides = [told_of_lpips] if told_of_lpips is not None and reference is not None else []  # they are said last
+    asides = [of_lpips] if of_lpips is not None and reference is not None else []  # they are said last
     with collect_warnings(messages):
-        given = read_given(file, spec, pick_device(device))
-        spec, base, released, seen, labels = given.spec, given.base, given.released, given.seen, given.labels
-        what = what_released(seen)
+        case = read_given(file, spec, pick_device(device))
         with collect_warnings(asides):
-            attacks, refused = _attacks(spec, base, seen, released)
-        attacks = _left(spec, seen, attacks, refused, released.source)
-        scorer = None if reference is None else ReferenceScorer.of(reference, spec, base)
-        if scorer is not None:
-            seen = replace(seen, photographs=scorer.photographs(base.preprocessing))
+            attacks, refused = _attacks(case)
+        if (reason := _nothing_left(case, attacks)) is not None:
+            attacks, refused = [], refused | {attack.name: reason for attack in attacks}
+        scorer = None if reference is None else ReferenceScorer.of(reference, case.spec, case.base)
     content = b"".join(path.read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
-    images = unknown_images(released.source, content, released.batch_size)
-    if labels is not None and len({*labels}) == 1:
-        images = tuple(replace(image, label=labels[0], label_origin="released") for image in images)
-    by: dict[str, Any] = {}
+    images = unknown_images(case.source, content, case.file.batch_size)
+    if case.labels is not None and len({*case.labels}) == 1:
+        images = tuple(replace(image, label=case.labels[0], label_origin="released") for image in images)
     if scorer is not None:
         images = (replace(images[0], name=scorer.named.name, sha256=scorer.named.sha256), *images[1:])
+        seen = replace(case.seen, photographs=scorer.photographs(case.base.preprocessing))
         by = {"public": scorer.public_sha256, "metrics": scorer.metrics, "missing": scorer.missing}
-    case = AuditCase(spec, AttackGroup(base, tuple(attacks)), refused, [images], **by)
+        case = replace(case, seen=seen, **by)
+    case = replace(case, attacks=attacks, refused=refused, releases=[images])
     run = RunDirectory.create(out, overwrite=overwrite)
-    facts = case.facts(out, released.source, command)
-    facts["victim"] = {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params()
-    facts["released"] = {
-        "file": released.source,
-        "batch_size": released.batch_size,
-        "reduction": released.reduction,
-        "model": released.model,
-        "weights_sha256": released.weights_sha256,
-        "gradients": len(released.gradients),
-        "without_gradient": sorted(released.without),
-    }
-    facts |= {"labels": labels} | ({"unscored": UNSCORED} if scorer is None else {})
-    told_of_reference = None
+    facts = case.facts(out, command) | _stated(case) | ({"unscored": UNSCORED} if scorer is None else {})
     with run.noted(facts, messages):
         with collect_warnings(messages):
-            made = [_attack(case, attack, given, seen, scorer, run) for attack in attacks]
-            if given.unexplained is not None and not any(row["proof"] for row, _ in made):
-                warn(given.unexplained)
-            if scorer is not None and labels is not None:
-                target = labels[0] if given.target is None else given.target
-                scorer, told_of_reference = as_fed(scorer, base, seen, target, made)
-            rows: list[Row] = [] if scorer is None else [scorer.control()]
-            rows += [row if scorer is None or images is None else row | scorer(images) for row, images in made]
-            exact = scorer is not None and any(scorer.is_exact(images) for _, images in made if images is not None)
-            leaks = False if released.is_zero else exact or any(row.get("explained") for row in rows) or None
+            made = [_attack(case, attack, scorer, run) for attack in attacks]
+            rows, facts["reference"], exact = [row for row, _ in made], None, False
+            if case.unexplained is not None and not any(row["proof"] for row in rows):
+                warn(case.unexplained)
             if scorer is not None:
+                scorer, facts["reference"] = as_fed(scorer, case, made)
+                rows = [scorer.control(), *(row if x is None else row | scorer(x) for row, x in made)]
+                exact = any(scorer.is_exact(x) for _, x in made if x is not None)
                 write_scores(case, scorer, rows, made, run)
-        messages += asides
-        messages += [] if scorer is None else [f"{name} is n/a: {reason}" for name, reason in scorer.missing.items()]
-        found = _flags(given, rows)
-        facts |= {"flags": found, "reference": told_of_reference, "attacks": plain_data(rows), "leaks": leaks}
-        if scorer is None and (proven := [row for row in rows if row.get("proof") == what]):
+        messages += asides + [f"{name} is n/a: {reason}" for name, reason in case.missing.items()]
+        leaks = False if case.file.is_zero else exact or any(row.get("explained") for row in rows) or None
+        facts |= {"flags": _flags(case, rows), "attacks": plain_data(rows), "leaks": leaks}
+        if scorer is None and (proven := [row for row in rows if row["proof"] == case.what]):
             names, left = first([row["attack"] for row in proven]), max(row["residual"] for row in proven)
-            facts["unscored"] += f" What gives the released {what} (residual {left:.1e}) was reconstructed by {names}."
-    metrics = () if scorer is None else spec.metrics
-    return Audit(rows, messages, out, found, labels, case.missing, told_of_reference, metrics, what, leaks)
+            facts["unscored"] += (
+                f" What gives the released {case.what} (residual {left:.1e}) was reconstructed by {names}."
+            )
+    return case.run(out)
 
 
-def _attacks(
-    spec: Specification, base: Victim, seen: Observation, released: GradientFile
-) -> tuple[list[Attack], dict[str, str]]:
+def _stated(case: Given) -> dict[str, Any]:
+    """Return what `run.json` states of the file."""
+    base, file = case.base, case.file
+    released = {name: getattr(file, name) for name in ("batch_size", "reduction", "model", "weights_sha256")}
+    released |= {"file": file.source, "gradients": len(file.gradients), "without_gradient": sorted(file.without)}
+    victim = {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params()
+    return {"victim": victim, "released": released, "labels": case.labels}
+
+
+def _attacks(case: Given) -> tuple[list[Attack], dict[str, str]]:
     """Return the attacks that can run on what the file grants, and the reason for each other one.
 
     Raises:
@@ -137,7 +129,8 @@ def _attacks(
     Warns:
         PrivlabWarning: for the others that cannot run, by reason.
     """
-    groups, refused = applicable(spec, base, stand_ins=True)
+    spec, seen = case.spec, case.seen
+    groups, refused = applicable(spec, case.base, stand_ins=True)
     able: list[Attack] = []
     for attack in (cast(Attack, attack) for group in groups for attack in group.attacks):
         try:
@@ -153,9 +146,11 @@ def _attacks(
         name, refusal = next(iter(refused.items()))
         lacks = installed_attacks()[name].requires - seen.grants
         if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen, spec.effort)):
-            refusal += f" Of {released.batch_size} images in one gradient --attack {asked[0]} can be tried."
+            refusal += f" Of {case.file.batch_size} images in one gradient --attack {asked[0]} can be tried."
         if lacks == {Capability.KNOWS_WEIGHTS}:
-            refusal = f"Attack '{name}' needs the client's weights. {other_weights(released, base)}. {GIVE_WEIGHTS}"
+            refusal = (
+                f"Attack '{name}' needs the client's weights. {other_weights(case.file, case.base)}. {GIVE_WEIGHTS}"
+            )
         raise PrivlabError(refusal)
     by_reason: dict[str, list[str]] = {}
     for name, refusal in refused.items():
@@ -168,27 +163,24 @@ def _attacks(
     return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)], refused
 
 
-def _left(
-    spec: Specification, seen: Observation, attacks: Sequence[Attack], refused: dict[str, str], source: str
-) -> Sequence[Attack]:
-    """Return the attacks, or none where filters left no entry of a release that any of them reads.
+def _nothing_left(case: Given, attacks: Sequence[Attack]) -> str | None:
+    """Return that filters left no entry of a release that any of the attacks reads, and warn of it; else None.
 
-    That is a result: there is a warning, and `refused` then has the filters and their options as the reason for each
-    attack. If an attack was asked for by name, it is an error.
+    Raises:
+        PrivlabError: if an attack was asked for by name: else this is a result.
     """
-    filters = Stack(tuple(seen.defense)).on_gradients
-    read = {name for attack in attacks for name in (seen.gradients if "*" in attack.parameters else attack.parameters)}
-    if not filters or not read or any(seen.gradients[name].any() for name in read):
-        return attacks
+    gradients, filters = case.seen.gradients, Stack(tuple(case.seen.defense)).on_gradients
+    read = {name for attack in attacks for name in (gradients if "*" in attack.parameters else attack.parameters)}
+    if not filters or not read or any(gradients[name].any() for name in read):
+        return None
     reason = (
-        f"{source}: no evidence: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. "
+        f"{case.source}: no evidence: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. "
         f"Found {' + '.join(map(str, filters))}. That no attack can run is no evidence of privacy."
     )
-    if spec.attacks is not None:
+    if case.spec.attacks is not None:
         raise PrivlabError(reason)
     warn(reason)
-    refused |= {attack.name: reason for attack in attacks}
-    return ()
+    return reason
 
 
 def _on_request(seen: Observation, effort: str) -> list[str]:
@@ -206,23 +198,18 @@ def _on_request(seen: Observation, effort: str) -> list[str]:
 
 
 def _attack(
-    case: AuditCase,
-    attack: Attack,
-    given: Given,
-    seen: Observation,
-    scorer: ReferenceScorer | None,
-    run: RunDirectory,
+    case: Given, attack: Attack, scorer: ReferenceScorer | None, run: RunDirectory
 ) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
     """Run one attack, write its images and then its records, and return its row and its reconstruction, if it has one.
 
     Reconstructions are checked by what they give (`certify`).
     """
-    released = given.released
+    seen = case.seen
     row: Row = {"attack": attack.name, "block": "april" if Capability.APRIL_BLOCK in seen.grants else "stock"}
     row |= {"explained": None, "proof": None, "fitted": {}}
     (release,) = case.releases
-    if released.is_zero:
-        records, images = failed(case.rows(attack, release), "what is released is zero"), None
+    if case.file.is_zero:
+        records, images = failed(case.records(attack, release), "what is released is zero"), None
     else:
         records, images = case.attack(attack, seen, release)
     if (beyond := records[0].get("beyond_range")) is not None:
@@ -234,14 +221,14 @@ def _attack(
     row["seconds"] = round(sum(record["seconds_attack"] for record in records), 4)
     darkest, lightest = images.flatten(2).aminmax(dim=2)
     row["blank"] = bool((lightest - darkest < 1 / 255).all())
-    found = certify(seen, images, given.target, checked=not given.changed, of_levels=bool(getattr(attack, "levels", 0)))
+    found = certify(seen, images, case.target, checked=not case.changed, of_levels=bool(getattr(attack, "levels", 0)))
     row |= {"explained": found.explained, "proof": found.proof}
     if found.residual is not None:
         row["residual"] = found.residual
         share: Row = {"explained": explained_share(found.residual)}
         records = [record | share for record in records]
-    if found.proof == what_released(seen):
-        row["fitted"] = dict(given.fitted)
+    if found.proof == case.what:
+        row["fitted"] = dict(case.fitted)
     order = list(range(len(images)))
     if scorer is not None:
         order.insert(0, order.pop(scorer.nearest(images)))
@@ -252,9 +239,9 @@ def _attack(
     return row, images
 
 
-def _flags(given: Given, rows: Sequence[Row]) -> list[str]:
+def _flags(case: Given, rows: Sequence[Row]) -> list[str]:
     """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack."""
-    spec, released, seen, base, told = given.spec, given.released, given.seen, given.base, given.told
+    spec, released, seen, base, told = case.spec, case.file, case.seen, case.base, case.told
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
     found = []
@@ -276,21 +263,21 @@ def _flags(given: Given, rows: Sequence[Row]) -> list[str]:
             "which is no evidence of privacy"
         )
     tried = (
-        spec.attacks is not None or given.changed or (released.batch_size == 1 and any("block" in row for row in rows))
+        spec.attacks is not None or case.changed or (released.batch_size == 1 and any("block" in row for row in rows))
     )
     if not tried and (asked := _on_request(seen, spec.effort)):
         found.append(
             f"not tried, as these searches are not of effort {spec.effort}: {first(asked, 3)}. Add --attack {asked[0]}"
         )
-    mean = head_of(released) if given.changed else None
+    mean = head_of(released) if case.changed else None
     if mean is not None and (by_signs := labels_of_signs(mean, released.batch_size)):
         found.append(
             "labels given away by signs in the gradient of the head, if they are not smoothed: "
             f"{first(map(str, by_signs), 16)}"
         )
-    if "label" in given.fitted:
-        found.append(f"label: {label_shares(given.fitted['label'])}")
-    if fitted := [f"client.{name}={value}" for name, value in given.fitted.items() if name != "label"]:
+    if "label" in case.fitted:
+        found.append(f"label: {label_shares(case.fitted['label'])}")
+    if fitted := [f"client.{name}={value}" for name, value in case.fitted.items() if name != "label"]:
         found.append(f"fitted to the update: {first(fitted, 8)}")
     if told is not None and told.certain:
         among = "" if told.all_certain else "among them "
