@@ -52,7 +52,9 @@ _moved = shared.all_of(
     *(option.public(), option.public_limit(), option.reassembly()),
 )
 @cloup.option_group("Scores", *option.SCORES, option.eight_bit(), option.geometry())
-@cloup.option_group("Output", option.out(), option.overwrite(), option.strips(), option.quiet(), option.json_())
+@cloup.option_group(
+    "Output", option.out(), option.overwrite(), option.strips(), option.details(), option.quiet(), option.json_()
+)
 @cloup.option_group("Execution", option.device(), option.batch_size(), *option.ENGINE, option.seed())
 @option.debug()
 @_moved
@@ -66,6 +68,7 @@ def attack(
     out: Path | None,
     overwrite: bool,
     strips: bool,
+    details: bool,
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> int:
@@ -106,7 +109,7 @@ def attack(
         )
     from privlab.cli.result import print_result  # after the run, whose first image need not wait for its imports
 
-    return print_result(context, outcome, geometry, shown.warn, as_json=as_json)
+    return print_result(context, outcome, geometry, shown.warn, as_json=as_json, details=details)
 
 
 def _batch_size(text: str) -> int | None:

@@ -219,8 +219,6 @@ def _print_audit(found: "Audit") -> None:
 
 def _print_attacks(found: "Audit") -> None:
     """Print what each attack proves, and its scores by the reference, with few metrics in a table."""
-    from pandas import DataFrame
-
     from privlab.grids import KNOWN
     from privlab.report.tables import shown_metrics
 
@@ -228,7 +226,7 @@ def _print_attacks(found: "Audit") -> None:
     proofs = [(row["attack"], left, _says(row, found)) for row, left in zip(found.rows, residuals, strict=True)]
     shared.print_columns(("attack", "residual", "what it says"), proofs)
     shared.print_text(f"residual: distance between the {found.what} of the image and the released one; 0 is the same")
-    shown = shown_metrics(found.metrics, DataFrame(found.rows)) if found.metrics else []
+    shown = shown_metrics(found.metrics)
     for start in range(0, len(shown), _SCORES_IN_A_ROW):
         metrics = [KNOWN[name] for name in shown[start : start + _SCORES_IN_A_ROW]]
         headings = [Column(f"{m.name.replace('_', ' ')} {m.arrow}", justify="right") for m in metrics]

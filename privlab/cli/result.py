@@ -1,8 +1,7 @@
-"""What `privlab attack` prints of a run: the table of scores, the verdict, and what weakens it."""
+"""What `privlab attack` prints of a run: the verdict, the table, and what weakens it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
@@ -10,34 +9,36 @@ from privlab.base import PrivlabError
 from privlab.cli import common as shared
 from privlab.evaluation import admissions
 from privlab.grids import KNOWN
-from privlab.report.page import lead_text
+from privlab.report.run import Run
 from privlab.report.tables import (
     BOUND,
-    Facts,
     apart,
     apart_lines,
+    blocks_of,
     certificates,
-    explanations,
+    elsewhere,
     flag_lines,
-    load_results,
+    leakage_table,
+    measured_placement,
     missing_metrics,
-    red_flags,
+    rows_once,
+    settings_text,
     shown_metrics,
     summarise,
     verdicts,
 )
-from privlab.report.tables.case_verdicts import verdicts_of
 from privlab.report.tables.flags import NOTHING_RELEASED
-from privlab.report.tables.summary import elsewhere, to_rich
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-    from privlab.runs import Outcome
+from privlab.runs import Outcome
 
 
 def print_result(
-    context: click.Context, outcome: "Outcome", geometry: str, warn: Callable[[str], None], *, as_json: bool
+    context: click.Context,
+    outcome: Outcome,
+    geometry: str,
+    warn: Callable[[str], None],
+    *,
+    as_json: bool,
+    details: bool,
 ) -> int:
     """Print the result of a run, and return the exit status of the command.
 
@@ -47,31 +48,29 @@ def print_result(
         geometry: the layout of the patches whose scores are printed.
         warn: prints a warning unless it was printed before.
         as_json: whether the result is printed as JSON.
+        details: whether every row and every line is printed.
 
     Raises:
         PrivlabError: if the defense left nothing to attack.
     """
-    spec = outcome.spec
-    table = summarise(outcome.records, spec.metrics, geometry)
-    results = load_results(outcome.path).laid_out(geometry=geometry)
-    facts = Facts.of(results)
-    found, told, cells = red_flags(facts), apart(results), verdicts_of(facts)
-    lead = lead_text(results)
+    spec, run = outcome.spec, Run(outcome.path, geometry)
     for message in outcome.warnings:
         warn(message)
     if as_json:
+        results = run.results.laid_out(columns=spec.metrics)
+        shown = [*shown_metrics(spec.metrics), *measured_placement(results)]
         shared.print_json(
             {
-                "run": str(outcome.path),
-                "verdict": [*lead, *verdicts(outcome)],
-                "verdicts": [asdict(cell) for cell in cells],
-                "flags": [asdict(flag) for flag in found],
-                "members": [asdict(row) for row in told],
+                "run": str(run.path),
+                "verdict": [*run.lead, *verdicts(outcome)],
+                "verdicts": [asdict(cell) for cell in run.verdicts],
+                "flags": [asdict(flag) for flag in run.flags],
+                "members": [asdict(row) for row in apart(run.results)],
                 "geometry": geometry,
                 "worst_case": BOUND,
-                "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
+                "leaks": {name: KNOWN[name].direction for name in shown},
                 "explained": certificates(outcome.records),
-                "rows": table.to_dict("records"),
+                "rows": summarise(results).to_dict("records"),
                 "warnings": outcome.warnings,
                 "admit": admissions(spec),
                 "missing_metrics": outcome.missing,
@@ -79,12 +78,14 @@ def print_result(
             }
         )
     elif (nothing := _nothing_left(outcome)) is not None:
-        raise PrivlabError(f"{nothing} run: {outcome.path}")
-    elif (outcome.records.status == "ok").any():
-        said = [*certificates(outcome.records), *lead, *(f"verdict: {cell.label}: {cell}" for cell in cells)]
-        _print_attack(outcome, table, geometry, said, [*apart_lines(told), *flag_lines(found)])
+        raise PrivlabError(f"{nothing} run: {run.path}")
+    elif not (outcome.records.status == "ok").any():
+        click.echo(f"Nothing could be scored. run: {run.path}")
+    elif details:
+        _print_details(outcome, run)
     else:
-        click.echo(f"Nothing could be scored. run: {outcome.path}")
+        shared.print_fitted(run)
+        click.echo(f"run: {run.path}")
     if not as_json:
         for line in admissions(spec):
             click.echo(f"This defense comes from another package. To check that it does what it says: {line}")
@@ -95,7 +96,7 @@ def print_result(
     return 2 if outcome.failed else 0
 
 
-def _nothing_left(outcome: "Outcome") -> str | None:
+def _nothing_left(outcome: Outcome) -> str | None:
     """Return why no attack could run on any image, if filters left nothing to attack; None else."""
     records = outcome.records[~outcome.records.attack.str.startswith("control:")]
     reasons = set(records.reason.dropna())
@@ -110,17 +111,26 @@ def _nothing_left(outcome: "Outcome") -> str | None:
     )
 
 
-def _print_attack(
-    outcome: "Outcome", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]
-) -> None:
-    shown = shown_metrics(outcome.spec.metrics, table)
-    wide = to_rich(table, shown)
-    shared.print_table(wide if shared.fits(wide) else to_rich(table, shown, stacked=True))
-    controls = "" if geometry == "oracle" else ", controls as they are"
-    click.echo(f"arrows show the direction that leaks; geometry {geometry}{controls}")
-    for line in elsewhere(outcome.records, outcome.spec.metrics, table, geometry):
+def _print_details(outcome: Outcome, run: Run) -> None:
+    """Print a row for every attack and control by every metric, and all that is known of the run."""
+    records, results = outcome.records, run.results
+    shown = [*shown_metrics(outcome.spec.metrics), *measured_placement(results)]
+    results = results.laid_out(columns=tuple(shown))
+    table = leakage_table(results, rows_once(results), blocks=blocks_of(results))
+    shared.print_fitted(table.to_rich())
+    controls = "" if results.layout.geometry == "oracle" else ", controls as they are"
+    lines = [
+        f"arrows show the direction that leaks; geometry {results.layout.geometry}{controls}",
+        *elsewhere(results),
+        settings_text(records),
+        *missing_metrics(outcome, shown),
+        *certificates(records),
+        *run.lead,
+        *(f"verdict: {cell.label}: {cell}" for cell in run.verdicts),
+        *verdicts(outcome),
+        *apart_lines(apart(results)),
+        *flag_lines(run.flags),
+        f"run: {run.path}",
+    ]
+    for line in lines:
         click.echo(line)
-    about = explanations(table, outcome.spec.metrics, geometry)
-    for line in (*about, *missing_metrics(outcome, shown), *said, *verdicts(outcome), *below):
-        click.echo(line)
-    click.echo(f"run: {outcome.path}")

@@ -4,57 +4,76 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
 from jaxtyping import Float
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.text import Text
 from torch import Tensor
 
 from privlab.base import PrivlabError
+from privlab.report import tables
 from privlab.stores import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from privlab.report.tables import Flag, Results
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The results of a run: records, images and provenance, all of them in its directory."""
+    """The results of a run: records, images and provenance, all of them in its directory.
+
+    Args:
+        path: the directory.
+        geometry: the layout of the patches whose scores are compared; by default that of the run.
+    """
 
     path: Path
+    geometry: str | None = None
 
     @cached_property
-    def results(self) -> "Results":
+    def results(self) -> "tables.Results":
         """Return what tables, figures and pages are made of."""
-        from privlab.report.tables import load_results
+        results = tables.load_results(self.path)
+        return results if self.geometry is None else results.laid_out(geometry=self.geometry)
 
-        return load_results(self.path)
+    @cached_property
+    def facts(self) -> "tables.Facts":
+        """Return what the verdicts and the flags are made of."""
+        return tables.Facts.of(self.results)
+
+    @cached_property
+    def verdicts(self) -> list["tables.CaseVerdict"]:
+        """Return the verdict on each case."""
+        return tables.verdicts_of(self.facts)
 
     @property
     def records(self) -> pd.DataFrame:
         """Return one row for each image, attack and layout of the patches, and for each control."""
         return self.results.records.drop(columns="case")
 
+    @cached_property
+    def lead(self) -> list[str]:
+        """Return what the run shows over all its cases: the sentences that lead the page."""
+        from privlab.report.page import lead_text
+
+        return lead_text(self.results)
+
     @property
     def verdict(self) -> str:
-        """Return what the run shows, in words: the sentence that leads the page, and the verdict on each case."""
-        from privlab.report.page import lead_text
-        from privlab.report.tables import Facts
-        from privlab.report.tables.case_verdicts import verdicts_of
+        """Return what the run shows, in words: the verdict on each case, and the sentences on all cases."""
+        return "\n".join([*(f"{cell.label}: {cell}" for cell in self.verdicts), *self.lead])
 
-        cells = verdicts_of(Facts.of(self.results))
-        return "\n".join([*lead_text(self.results), *(f"{cell.label}: {cell}" for cell in cells)])
-
-    @property
-    def flags(self) -> list["Flag"]:
+    @cached_property
+    def flags(self) -> list["tables.Flag"]:
         """Return what weakens the verdict."""
-        from privlab.report.tables import Facts, red_flags
-
-        return red_flags(Facts.of(self.results))
+        return tables.red_flags(self.facts)
 
     @property
     def leaks(self) -> bool | None:
@@ -69,18 +88,16 @@ class Run:
         Args:
             geometry: the layout of the patches that is scored: "in_place", "oracle" or "reassembled".
         """
-        from privlab.report.tables import summarise
-
-        results, columns = self.results, self.results.layout.columns
+        results = self.results.laid_out(geometry=geometry)
         if "specification" in results.facts:
-            return pd.DataFrame() if results.records.empty else summarise(self.records, columns, geometry)
-        tables = [pd.DataFrame()]
+            return pd.DataFrame() if results.records.empty else tables.summarise(results)
+        found = [pd.DataFrame()]
         for number, case in enumerate(results.cases):
             own = results.records[results.records.case == number]
             if len(own):
-                table = summarise(own.drop(columns="case"), columns, geometry)
-                tables.append(table.assign(case=case.label, **case.options))
-        return pd.concat(tables, ignore_index=True)
+                table = tables.summarise(tables.results_of(own, results.layout.columns, geometry))
+                found.append(table.assign(case=case.label, **case.options))
+        return pd.concat(found, ignore_index=True)
 
     def images(self, attack: str = "private") -> Float[Tensor, "b c h w"]:
         """Return the images of the first case that the run kept, in 8 bits.
@@ -115,14 +132,12 @@ class Run:
         from privlab.report.figures.draw import draw
 
         if kind == "strips":
-            return _strips_figure(self._strips())
+            return _strips_figure(self._strips()[:STRIPS_SHOWN])
         return draw(self.results, Figure(kind, kind, y=y, x=x))
 
     def to_latex(self, path: str | Path | None = None) -> str:
         """Return the leakage table as LaTeX, and write it if there is a path."""
-        from privlab.report.tables import Caption, Table, headline, render
-
-        text = render("latex", Table(headline(self.results.rows), self.results.layout, Caption.of(self.results)))
+        text = tables.leakage_table(self.results, tables.headline(self.results.rows)).render("latex")
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -144,23 +159,51 @@ class Run:
         return Run(Path(path))
 
     def _strips(self) -> list[Path]:
-        return sorted(self.path.glob("strips/*.png"))[:STRIPS_SHOWN]
+        return sorted(self.path.glob("strips/*.png"))
+
+    def _weakness(self, width: int) -> str:
+        """Return the flags as one line of at most `width` characters, with a command that explains one of them."""
+        if not self.flags:
+            return "Weakened by: nothing that privlab looks for."
+        heads = [flag.head for flag in self.flags]
+        command = f"privlab explain {min(heads, key=len).replace(' ', '-').casefold()}"
+        for shown in range(len(heads), 0, -1):
+            more = f" and {len(heads) - shown} more" if shown < len(heads) else ""
+            line = f"Weakened by: {'; '.join(heads[:shown])}{more} ({command})"
+            if len(line) <= width:
+                return line
+        return f"Weakened by {len(heads)} flag{'s' * (len(heads) > 1)} ({command})"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield what a terminal shows: the verdict, a table of the cases, what weakens it, and where the images are."""
+        yield Text("Verdict", style="bold")
+        for line in self.verdict.splitlines():
+            yield Padding(Text(line), (0, 0, 0, 2), expand=False)
+        yield tables.overview(self.results).to_rich()
+        yield self._weakness(options.max_width)
+        pictures = self.path / ("strips" if self._strips() else "pictures")
+        where = str(pictures) if pictures.is_dir() else "none were kept"
+        yield Text(f"Pictures: {where}", no_wrap=True, overflow="ignore")
+
+    def __str__(self) -> str:
+        """Return what a terminal of 80 columns shows."""
+        console = Console(width=80, file=StringIO())
+        with console.capture() as captured:
+            console.print(self, crop=False)
+        return captured.get()
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         from privlab.images import data_uri
 
         strips = "".join(
             f'<img src="{data_uri("png", file.read_bytes())}" alt="{escape(file.stem)}" style="max-width:100%">'
-            for file in self._strips()
+            for file in self._strips()[:STRIPS_SHOWN]
         )
         verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
-        shown = self.table()[[*_SHOWN, *self.results.layout.columns]]
-        return f"{verdict}{shown.to_html(index=False, float_format='{:.4g}'.format)}{strips}"
+        shown = tables.overview(self.results).render("html")
+        return f"{verdict}{shown}<p>{escape(self._weakness(500))}</p>{strips}"
 
 
-_SHOWN = ("victim", "setting", "defense", "attack", "n", "exact")
 STRIPS_SHOWN = 3
 """The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""
 

@@ -1,11 +1,13 @@
 """The contents of a directory of records, as tables, figures and pages read them."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -14,7 +16,7 @@ from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
 from privlab.grids import KNOWN, Figure, Layout, beside, papers_attack
 from privlab.report.tables.leakage import NO_SCORE, Kind, Row, Score, leakage
-from privlab.report.tables.per_image import Scored, lead_metric
+from privlab.report.tables.per_image import Scored, lead_metric, sign_of
 from privlab.stores import Place, RunDirectory, places_of
 
 
@@ -72,6 +74,12 @@ class Results:
         """
         row = self.row(case, kind)
         return NO_SCORE if row is None else row.scores.get(metric, NO_SCORE)
+
+    def leakiest_control(self, case: int, metric: str) -> Row | None:
+        """Return the row of the control of a case that leaks most by a metric; None if none was scored."""
+        controls = [row for row in self.rows if row.case == case and row.kind == "control"]
+        scored = [row for row in controls if not math.isnan(row.scores[metric].mean)]
+        return max(scored, key=lambda row: sign_of(metric) * row.scores[metric].mean, default=None)
 
     @cached_property
     def _first_rows(self) -> Mapping[tuple[int, str], Row]:
@@ -179,14 +187,6 @@ def case_names(results: Results) -> list[str]:
     ]
 
 
-def by_case(records: pd.DataFrame) -> tuple[pd.DataFrame, tuple[CaseFacts, ...]]:
-    """Return the records of one `privlab attack` with their case: one for each victim, setting and defense."""
-    keys = ["victim", "setting", "defense"]
-    found = records.loc[:, keys].drop_duplicates().itertuples(index=False)
-    cases = (CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found)
-    return records.assign(case=records.groupby(keys, sort=False).ngroup()), tuple(cases)
-
-
 def _title(records: pd.DataFrame) -> str:
     """Return what was attacked: the victims, and the defenses at work."""
     victims, used = (", ".join(map(str, records[name].dropna().unique())) for name in ("victim", "defense"))
@@ -199,18 +199,31 @@ def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Resu
     spec = facts.get("specification")
     if spec is None:
         raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
-    cased, cases = by_case(records)
     own = [name for name in spec["metrics"] if name in KNOWN]
-    columns = tuple(name for name in own if name not in beside(own))
-    return Results(
-        name=path.name,
-        title=_title(records),
-        source=None,
-        cases=cases,
-        layout=Layout(columns=columns or tuple(spec["metrics"]), paper_attack=papers_attack(records.attack.unique())),
-        figures=(),
-        conditions={},
-        records=cased,
-        facts=facts,
-        path=path,
-    )
+    columns = [name for name in own if name not in beside(own)]
+    return results_of(records, columns or spec["metrics"], facts=facts, path=path)
+
+
+def results_of(
+    records: pd.DataFrame,
+    metrics: Sequence[str],
+    geometry: str = "in_place",
+    *,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+    path: Path = Path(),
+) -> Results:
+    """Return the results of records of one `privlab attack`, with a case for each victim, setting and defense.
+
+    Args:
+        records: its records.
+        metrics: the columns of the table.
+        geometry: the layout of the patches that is scored.
+        facts: what `run.json` states.
+        path: the directory of the run.
+    """
+    keys = ["victim", "setting", "defense"]
+    found = records.loc[:, keys].drop_duplicates().itertuples(index=False)
+    cases = [CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found]
+    layout = Layout(columns=tuple(metrics), geometry=geometry, paper_attack=papers_attack(records.attack.unique()))
+    cased = records.assign(case=records.groupby(keys, sort=False).ngroup())
+    return Results(path.name, _title(records), None, tuple(cases), layout, (), {}, cased, facts, path)

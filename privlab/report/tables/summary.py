@@ -1,37 +1,21 @@
 """The table of a run: a row for each attack, the best one and the worst case, with means over the images."""
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
 
-import numpy as np
 import pandas as pd
-from rich import box
-from rich.table import Table
 
 from privlab.defenses import Jigsaw
 from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Specification, defense_of
-from privlab.grids import KNOWN, Layout, beside, papers_attack
-from privlab.metrics import METRICS, PLACEMENT
+from privlab.grids import KNOWN, Layout, beside
+from privlab.metrics import DECIBELS, METRICS, PLACEMENT
 from privlab.release import effects_of
 from privlab.report.tables.case_verdicts import certified, scope
-from privlab.report.tables.leakage import measure
-from privlab.report.tables.per_image import SINGLE, WORST, Scored, attack_label, lead_metric
-from privlab.report.tables.results import by_case
-from privlab.report.tables.table import (
-    OF_ADVERSARIES,
-    OF_EXACT,
-    OF_ORACLE,
-    OF_WORST,
-    count_text,
-    heading,
-    mean_text,
-    metric_title,
-    of_interval,
-    of_single,
-    some,
-)
+from privlab.report.tables.formats import Cell, Column, Line, Table
+from privlab.report.tables.leakage import Row, headline
+from privlab.report.tables.results import Results, case_names
+from privlab.report.tables.table import decimals, figure_text, heading, mean_text, metric_title, some
 from privlab.runs import Outcome
 from privlab.threat import Client
 
@@ -45,114 +29,121 @@ _SETTINGS = {
 _KINDS = ("paper", "worst", "single", "attack", "control")
 
 
-def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return one row per victim, setting and attack: `n` images scored, `failed` ones, and each METRIC.
+def rows_once(results: Results) -> list[Row]:
+    """Return the rows of a run, each attack once and in the order in which the attacks ran.
 
-    Each victim and setting has the paper's attack, the worst case, the best single attack by the lead metric, the other
-    attacks in the order in which they ran, and the controls (`kind`). Scores are averaged over the draws of an image;
-    the worst case takes its leakiest one over attacks, draws and the geometries that an adversary can make, by each
-    metric's own direction; `leakiest` says by the lead metric on how many images each attack reached it, and which is
-    the best single one. `exact` counts the images of which every grey level is right, or None. METRIC_low and
-    METRIC_high are the ends of the interval of the mean (`mean_interval`), METRIC_std is the standard deviation over
-    the images (n − 1); what no image has is NaN.
-
-    Args:
-        records: those of one `privlab attack`.
-        metrics: the names of the metrics; those of placement that were measured are added.
-        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored.
+    Each case has the paper's attack, the worst case, the best single attack, the other attacks, and the controls.
     """
-    cased, cases = by_case(records)
-    there = cased.loc[(cased.geometry == geometry) | cased.attack.str.startswith(CONTROL)]
-    names = [*metrics, *(name for name in PLACEMENT if there[name].notna().any())]
-    scored, lead = Scored(cased, names, geometry), lead_metric(names)
-    images = scored.images
-    groups = images.groupby(["case", "attack"], sort=False)
-    table = groups.agg(n=("scored", "sum"), failed=("failed", "sum"))
-    ends = {(case, attack): cell.scores for (case, attack, _), cell in measure(images, names, Layout.interval)}
-    for name in names:
-        table[name] = groups[name].mean()
-        table[f"{name}_std"] = groups[name].std()
-        for end in ("low", "high"):
-            table[f"{name}_{end}"] = [getattr(ends[key][name], end) for key in table.index]
-    exact = groups.exact.sum(min_count=1).dropna().astype(int).to_dict()
-    reached = scored.reached.loc[scored.reached.metric == lead]
-    who = [attack_label(attack, where) for attack, where in zip(reached.attack, reached.geometry, strict=True)]
-    behind = {(case, WORST): dict(Counter(np.array(who)[reached.case == case].tolist())) for case in range(len(cases))}
-    behind |= {(case, SINGLE): {name: int(table.n[case, SINGLE])} for case, (name, _) in scored.single.items()}
-    blocks = there.dropna(subset=["block"]).groupby(["case", "attack"]).block.first().to_dict()
-    rows = [
-        {
-            **cases[case].options,
-            **{"block": blocks.get((case, attack)), "attack": attack, "kind": kind},
-            "leakiest": behind.get((case, attack)),
-            **table.loc[(case, attack)].to_dict(),
-            "exact": exact.get((case, attack)),
-        }
-        for case in range(len(cases))
-        for kind, attack in _order(there.attack[there.case == case].unique().tolist())
-        if (case, attack) in table.index
-    ]
+    ran = results.records[["case", "attack"]].drop_duplicates().itertuples(index=False, name=None)
+    place = {pair: number for number, pair in enumerate(ran)}
+    paper = results.layout.paper_attack
+    rows = [row for row in results.rows if row.kind in _KINDS and (row.kind != "attack" or row.attack != paper)]
+    return sorted(rows, key=lambda row: (row.case, _KINDS.index(row.kind), place.get((row.case, row.attack or ""), -1)))
+
+
+def blocks_of(results: Results) -> dict[tuple[int, str], str]:
+    """Return the first block of the model on which each attack ran, by case and attack."""
+    stated = results.records.dropna(subset=["block"]).drop_duplicates(["case", "attack"])
+    return dict(zip(zip(stated.case, stated.attack, strict=True), stated.block, strict=True))
+
+
+def summarise(results: Results) -> pd.DataFrame:
+    """Return `rows_once` as data: `n` images scored, `failed` ones, and each METRIC, with those of placement.
+
+    Scores are averaged over the draws of an image; the worst case takes its leakiest one over attacks, draws and the
+    geometries that an adversary can make, by each metric's own direction; `leakiest` says by the lead metric on how
+    many images each attack reached it, and which is the best single one. `exact` counts the images of which every grey
+    level is right, or None. METRIC_low and METRIC_high are the ends of the interval of the mean (`mean_interval`),
+    METRIC_std is the standard deviation over the images (n − 1); what no image has is NaN.
+    """
+    names = [*results.layout.columns, *measured_placement(results)]
+    results = results.laid_out(columns=tuple(names))
+    groups = results.scored.images.groupby(["case", "attack"], sort=False)
+    means, deviations = groups[names].mean(), groups[names].std()
+    blocks, rows = blocks_of(results), []
+    for row in rows_once(results):
+        if (key := (row.case, row.attack or "")) not in means.index:
+            continue
+        line: dict[str, object] = {**results.cases[row.case].options, "block": blocks.get(key), "attack": row.attack}
+        nobody = {} if row.kind == "worst" else None
+        line |= {"kind": row.kind, "leakiest": row.leakiest.get(results.lead, nobody)}
+        line |= {"n": row.images, "failed": row.failed}
+        for name in names:
+            score = row.scores[name]
+            line |= {name: means.at[key, name], f"{name}_std": deviations.at[key, name]}
+            line |= {f"{name}_low": score.low, f"{name}_high": score.high}
+        rows.append(line | {"exact": row.exact})
     counts = pd.Series([row.pop("exact") for row in rows], dtype=object)
-    return pd.DataFrame(rows).astype({"n": int, "failed": int}).assign(exact=counts)
+    return pd.DataFrame(rows).assign(exact=counts)
 
 
-def elsewhere(records: pd.DataFrame, metrics: Sequence[str], table: pd.DataFrame, geometry: str) -> list[str]:
+def measured_placement(results: Results) -> list[str]:
+    """Return the metrics of rows, keys and utility that were measured, if features are released."""
+    records = results.records
+    there = records.loc[(records.geometry == results.layout.geometry) | records.attack.str.startswith(CONTROL)]
+    return [name for name in PLACEMENT if name not in results.layout.columns and there[name].notna().any()]
+
+
+def overview(results: Results) -> Table:
+    """Return a line for each case: the paper's attack, the best single attack, its exact images, and the best control.
+
+    They are compared by the lead metric.
+    """
+    lead, lines = results.lead, []
+    for case, name in enumerate(case_names(results)):
+        paper, best = results.row(case, "paper"), results.row(case, "single") or results.row(case, "worst")
+        control = results.leakiest_control(case, lead)
+        exact = "—" if best is None or best.exact is None else f"{best.exact} of {best.images}"
+        figures = (_figure(row, results.layout, lead) for row in (paper, best, control))
+        attacked, *words = (Cell(text) for text in (name, *figures))
+        lines.append(Line([attacked, *words[:2], Cell(exact), words[2]]))
+    heads = ("attacked", "paper's attack", "best attack", "exact", "leakiest control")
+    note = f"{heading(lead)}: means over the images; the arrow points to what leaks. Exact: every grey level is right."
+    return Table([Column(head, "count" if head == "exact" else "words") for head in heads], lines, [("", note)])
+
+
+def _figure(row: Row | None, layout: Layout, metric: str) -> str:
+    """Return an attack or a control with its mean as text."""
+    if row is None:
+        return "—"
+    score = row.scores[metric]
+    name = "".join(row.leakiest.get(metric, ())) if row.kind == "single" else row.attack
+    unit = " dB" if metric in DECIBELS and math.isfinite(score.mean) else ""
+    return f"{name}: {figure_text(score.mean, decimals(layout, metric))}{unit}"
+
+
+def elsewhere(results: Results) -> list[str]:
     """Return a line per other geometry: what the paper's attack, the worst case and the best attack have there.
 
-    It is the lead metric of `metrics` that is compared. Figures that are the same as in the geometry of the table, that
-    of `summarise`, are left out.
-
-    Args:
-        records: those of one `privlab attack`.
-        metrics: the names of the metrics, of which the lead metric is told.
-        table: the rows of `summarise`.
-        geometry: that of the table.
+    It is the lead metric that is compared. Figures that are the same as in the geometry of the results are left out.
     """
-    laid_out = set(records.geometry[~records.attack.str.startswith(CONTROL)])  # of attacks: controls lead no row
-    others = [name for name in GEOMETRIES if name != geometry and name in laid_out]
-    if not others:
-        return []
-    lead, lines = lead_metric(metrics), []
-    here = _leading(table, lead)
-    for other in others:
-        there = _leading(summarise(records, [lead], other), lead)
-        if found := {name: value for name, value in there.items() if here.get(name) != value}:
-            told = "; ".join(f"{name} {value}" for name, value in found.items())
-            lines.append(f"geometry {other} (--geometry {other}), {metric_title(lead)}: {told}")
+    attacked = results.records.loc[~results.records.attack.str.startswith(CONTROL)]  # controls lead no row
+    lead, lines = results.lead, []
+    here = _headline_figures(results)
+    for other in GEOMETRIES:
+        if other == results.layout.geometry or not (attacked.geometry == other).any():
+            continue
+        there = _headline_figures(results.laid_out(columns=(lead,), geometry=other))
+        if found := [f"{name} {text}" for name, text in there.items() if here.get(name) != text]:
+            lines.append(f"geometry {other} (--geometry {other}), {metric_title(lead)}: {'; '.join(found)}")
     return lines
 
 
-def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
+def _headline_figures(results: Results) -> dict[str, str]:
     """Return the lead metric of the headline rows of each case as text, by the names of the rows."""
-    rows = table.loc[table.kind.isin(["paper", "worst", "single"])].to_dict("records")
-    several = _several(table)
-    return {" ".join([*(str(row[c]) for c in several), row["attack"]]): _value(row, lead, " ± ") for row in rows}
+    lead, several, figures = results.lead, len(results.cases) > 1, {}
+    for row in headline(results.rows):
+        if not row.images:
+            continue
+        score = row.scores[lead]
+        name = f"{row.label}, {row.attack}" if several else str(row.attack)
+        figures[name] = " ± ".join(filter(None, mean_text(score.mean, score.low, score.high, KNOWN[lead].decimals)))
+    return figures
 
 
-def _several(table: pd.DataFrame) -> list[str]:
-    """Return which columns tell the cases of a table apart."""
-    return [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
-
-
-def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return the lines that explain a table of `summarise`: settings, intervals, worst case, best attack, geometry.
-
-    Args:
-        table: the rows of `summarise`.
-        metrics: its metrics, of which the lead metric is named.
-        geometry: that of the table.
-    """
-    reassembled = any("(reassembled)" in name for behind in table.leakiest if behind for name in behind)
-    settings = [said for setting, said in _SETTINGS.items() if (table.setting == setting).any()]
-    return [
-        f"Settings: {'; '.join(settings)}.",
-        *([of_interval(Layout.interval)] if any(table.n > 1) else []),
-        OF_WORST,
-        of_single(metrics),
-        *([OF_ADVERSARIES] if reassembled and geometry != GEOMETRIES[1] else []),
-        *([OF_ORACLE] if geometry == GEOMETRIES[1] else []),
-        *([OF_EXACT] if any(table.exact) else []),
-    ]
+def settings_text(records: pd.DataFrame) -> str:
+    """Return what each setting of a run feeds, and with what it compares reconstructions."""
+    return f"Settings: {'; '.join(text for name, text in _SETTINGS.items() if (records.setting == name).any())}."
 
 
 def certificates(records: pd.DataFrame) -> list[str]:
@@ -173,26 +164,16 @@ def certificates(records: pd.DataFrame) -> list[str]:
     return lines
 
 
-def _order(attacks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the kind and the name of each row of a victim and setting, in their order."""
-    paper = papers_attack(attacks)
-    kinds = {attack: "control" if attack.startswith(CONTROL) else "attack" for attack in attacks}
-    kinds |= {WORST: "worst", SINGLE: "single"} | ({paper: "paper"} if paper else {})
-    return sorted(((kind, attack) for attack, kind in kinds.items()), key=lambda pair: _KINDS.index(pair[0]))
+def shown_metrics(metrics: Sequence[str]) -> list[str]:
+    """Return the metrics that a table shows, in the order of MJP's Table 5; the records hold the others too.
 
-
-def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
-    """Return the metrics that the table shows, in the order of MJP's Table 5; the records hold the others too.
-
-    Metrics of other packages follow, and, where features are released, the metrics of rows, keys and utility that were
-    measured.
+    Metrics of other packages follow.
     """
     order = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "ssim", "ssim_skimage"),
         *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim", *METRICS.added),
     )
-    shown = [name for name in order if name in metrics and name not in beside(metrics)]
-    return [*shown, *(name for name in PLACEMENT if name in table)]
+    return [name for name in order if name in metrics and name not in beside(metrics)]
 
 
 def missing_metrics(outcome: Outcome, shown: Sequence[str]) -> list[str]:
@@ -246,42 +227,3 @@ def _trained_by(client: Client) -> str:
     images, steps = some(client.images, "image"), some(client.total_steps, "step")
     of = "updates of clients" if client.clients == 1 else f"means of the updates of {client.clients} clients"
     return f"{of} with {images} and {steps} of {client.optimiser}, {own}"
-
-
-def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
-    """Lay a table of `summarise` out for a terminal; the arrow shows the leaky direction of each metric.
-
-    Args:
-        table: the rows of `summarise`.
-        metrics: those that get a column, each mean ± the farther end of its interval.
-        stacked: whether the interval stands below the mean, for a narrow terminal.
-    """
-    several = _several(table)
-    narrow = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": 0}
-    shown = Table(header_style="bold", **narrow if stacked else {})
-    for column in (*several, "attack", "block"):
-        shown.add_column(column, no_wrap=True)
-    for name in metrics:
-        shown.add_column(heading(name), justify="right", no_wrap=True)
-    shown.add_column("images", justify="right")
-    for row in table.to_dict("records"):
-        values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
-        images = count_text(row["n"], row["exact"], row["failed"])
-        name = row["attack"] + (f"\n({about})" if (about := _about(row)) else "")
-        block = row["block"] if isinstance(row["block"], str) else "—"  # controls have none
-        shown.add_row(*(str(row[c]) for c in several), name, block, *values, images)
-    return shown
-
-
-def _about(row: Mapping[Hashable, Any]) -> str:
-    """Return the text under a name: that an attack is the paper's, or which attacks are behind the worst case."""
-    if row["leakiest"] is None:
-        return "the paper's" if row["kind"] == "paper" else ""
-    order = sorted(row["leakiest"].items(), key=lambda pair: -pair[1])
-    said = [(name.replace(" (", "\n("), n) for name, n in order]  # "april (reassembled)" in two lines
-    return said[0][0] if len(said) == 1 else ";\n".join(f"{name} {n} of {row['n']}" for name, n in said)
-
-
-def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return between.join(filter(None, mean_text(row[name], low, high, KNOWN[name].decimals)))

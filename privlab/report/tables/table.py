@@ -1,14 +1,14 @@
-"""The leakage table: its rows, its columns and its notes as plain text, which writers put into a format."""
+"""The leakage table of rows and layout, and the words of all tables: figures, headings and notes."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
 
 from privlab.evaluation import CONTROLS
 from privlab.grids import KNOWN, Layout
+from privlab.report.tables.formats import Cell, Column, Line, Table
 from privlab.report.tables.leakage import Row, conditions_that_differ
 from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric, sign_of
 from privlab.report.tables.results import Results
@@ -101,135 +101,145 @@ def count_text(images: int, exact: int | None, failed: int) -> str:
     return f"{images}" + (f" ({', '.join(more)})" if more else "")
 
 
-@dataclass(frozen=True)
-class Caption:
-    """The text around a table: its title, the paper of the published figures, and remarks below it, as on conditions.
-
-    `verdicts` has a line for each case, by its number.
-    """
-
-    title: str = ""
-    source: str | None = None
-    remarks: tuple[str, ...] = ()
-    verdicts: Mapping[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, results: Results) -> "Caption":
-        """Return the caption of results; its remarks are the conditions that differ from the paper's."""
-        return cls(results.title, results.source, tuple(conditions_that_differ(results)))
-
-
-Cell = tuple[str, str, bool]
-"""A mean, its interval or an empty text, and whether it is in bold."""
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """A leakage table, with its cells and notes as text before any markup.
+def leakage_table(
+    results: Results,
+    rows: Sequence[Row],
+    *,
+    remarks: Sequence[str] = (),
+    verdicts: Mapping[int, str] = MappingProxyType({}),
+    blocks: Mapping[tuple[int, str], str] | None = None,
+) -> Table:
+    """Return the leakage table of results: a line for each row, with the mean and its interval by each metric.
 
     Args:
-        rows: all rows of `leakage`, or those of its `headline`.
-        layout: the columns, with their decimals, and the level of the intervals.
-        caption: the title, the source of published figures, remarks, and verdicts.
+        results: the title, the columns, the level of the intervals, and the conditions that differ from the paper's.
+        rows: all of its rows, or those of `headline`.
+        remarks: the last lines below the table.
+        verdicts: the verdict on each case, by its number.
+        blocks: the first block of the model on which each attack ran, by the number of the case and the attack, if
+            there is a column for it.
     """
+    layout, source = results.layout, results.source
+    remarks = [*conditions_that_differ(results), *remarks]
+    kinds, columns = {row.kind for row in rows}, layout.columns
+    footnotes = dict.fromkeys(text for row in rows for text in _footnotes(row))
+    marks = {text: _letters(i) for i, text in enumerate(footnotes)}
+    leakiest = _leakiest_figures(rows, layout) if layout.bold else {}
+    lines, above = [], None
+    for row in rows:
+        if row.group is not None and (above is None or above.group != row.group):
+            lines.append(Line(heading=row.group, of_group=True))
+        if above is None or (above.group, above.case) != (row.group, row.case):
+            lines.append(Line(heading=row.label))
+        above = row
+        counts = count_text(row.images, row.exact, row.failed) if row.images or row.failed else "—"
+        cells = [Cell(_name(row, columns), mark=",".join(marks[text] for text in _footnotes(row))), Cell(counts)]
+        if blocks is not None:
+            cells.insert(1, Cell(blocks.get((row.case, row.attack or ""), "—")))
+        for name in columns:
+            score = row.scores[name]
+            mean, interval = mean_text(score.mean, score.low, score.high, decimals(layout, name))
+            bold = row.kind in _MEASURED_KINDS and leakiest.get((row.group, name)) == mean
+            cells.append(Cell(mean, interval, bold))
+        lines.append(Line(cells))
+    within = "column and group" if any(row.group is not None for row in rows) else "column"
+    general = [
+        ("published" in kinds and source, f"published: {source}"),
+        *general_notes(rows, layout),
+        (leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
+    ]
+    cases = {row.case: f"{row.group} {row.label}" if row.group else row.label for row in rows}
+    below = [text for holds, text in general if holds]
+    below += [f"verdict: {label}: {verdicts[case]}" for case, label in cases.items() if case in verdicts]
+    about = {"title": results.title, "source": source, "remarks": remarks, "verdicts": dict(verdicts)}
+    about |= {"metrics": {name: KNOWN[name].direction for name in columns}, "interval": layout.interval}
+    about |= {"geometry": layout.geometry, "worst_case": BOUND, "rows": [asdict(row) for row in rows]}
+    block = [] if blocks is None else [Column("block")]
+    figures = (Column(heading(name), "figure") for name in columns)
+    return Table(
+        [Column(""), *block, Column("images", "count"), *figures],
+        lines,
+        [(mark, text) for text, mark in marks.items()] + [("", text) for text in (*below, *remarks)],
+        results.title,
+        [_record(row, columns, verdicts) for row in rows],
+        about,
+    )
 
-    rows: Sequence[Row]
-    layout: Layout
-    caption: Caption = field(default_factory=Caption)
 
-    def lines(self) -> Iterator[tuple[Literal["group", "case", "row"], Row]]:
-        """Yield the lines of the table: each row, and a group and a case before their first rows."""
-        above = None
-        for row in self.rows:
-            if row.group is not None and (above is None or above.group != row.group):
-                yield "group", row
-            if above is None or (above.group, above.case) != (row.group, row.case):
-                yield "case", row
-            yield "row", row
-            above = row
+def general_notes(rows: Sequence[Row], layout: Layout) -> list[tuple[bool, str]]:
+    """Return the lines that explain the rows, each with whether it is needed."""
+    columns, geometry = layout.columns, layout.geometry
+    kinds = {row.kind for row in rows}
+    behind = {attack for row in rows for of in row.leakiest.values() for attack in of}
+    reassembled = geometry != "oracle" and any("(reassembled)" in attack for attack in behind)
+    shared = any("%" in _behind(row, columns) for row in rows)
+    shares = "; a share says how often an attack reaches it, over images and columns" if shared else ""
+    interval = any(math.isfinite(row.scores[name].low) for row in rows for name in columns)
+    return [
+        ("worst" in kinds, OF_WORST + shares),
+        ("single" in kinds, of_single(columns)),
+        (reassembled, OF_ADVERSARIES),
+        (any(row.exact for row in rows), OF_EXACT),
+        (interval, of_interval(layout.interval)),
+        (geometry == "oracle", OF_ORACLE),
+        (geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
+    ]
 
-    def cells(self, row: Row) -> list[Cell]:
-        """Return the cells of a row, one for each column."""
-        return [self.cell(row, name) for name in self.layout.columns]
 
-    def cell(self, row: Row, name: str) -> Cell:
-        """Return the cell of a row for one metric."""
+def _record(row: Row, columns: Sequence[str], verdicts: Mapping[int, str]) -> dict[str, object]:
+    """Return a row with its figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
+
+    For a worst case the last says on how many images each attack reached it, and for the best single attack which one
+    it is. What was not measured is None. If there are verdicts, each is beside its worst case.
+    """
+    record: dict[str, object] = {"group": row.group, "case": row.label, "row": row.kind, "attack": row.attack}
+    record |= {"images": row.images, "exact": row.exact, "failed": row.failed}
+    record["refused"] = "; ".join(f"{attack}: {reason}" for attack, reason in row.refused.items())
+    record["external"] = row.external
+    if verdicts:
+        record["verdict"] = verdicts.get(row.case) if row.kind == "worst" else None
+    for name in columns:
         score = row.scores[name]
-        mean, interval = mean_text(score.mean, score.low, score.high, decimals(self.layout, name))
-        return mean, interval, row.kind in _MEASURED_KINDS and self._leakiest.get((row.group, name)) == mean
+        for end, value in (("", score.mean), ("_low", score.low), ("_high", score.high)):
+            record[name + end] = None if math.isnan(value) else value
+        record[f"{name}_images"] = score.images
+        leakiest = row.leakiest.get(name, {})
+        record[f"{name}_leakiest"] = "; ".join(f"{attack}: {count}" for attack, count in leakiest.items())
+    return record
 
-    def name(self, row: Row) -> str:
-        """Return the name of a row within its case, with the attacks behind a worst case or a best attack."""
-        if row.kind in ("worst", "single"):
-            return ": ".join(filter(None, (WORST if row.kind == "worst" else SINGLE, self.behind(row))))
-        attack = (row.attack or "").replace(":", ": ")
-        name = {"published": "published", "paper": f"paper's attack: {attack}"}.get(row.kind, attack)
-        return f"{name} (external)" if row.external and row.kind != "published" else name
 
-    def behind(self, row: Row) -> str:
-        """Return the attacks that reach the worst case most often, with their share of all images and columns."""
-        counts = Counter[str]()
-        for name in self.layout.columns:
-            counts.update(row.leakiest.get(name, {}))
-        scored = sum(row.scores[name].images for name in self.layout.columns if name in row.leakiest)
-        order = sorted(counts, key=lambda attack: (-counts[attack], attack))
-        if len(order) < 2:
-            return "".join(order)
-        more = f", {len(order) - 2} more" if len(order) > 2 else ""
-        return ", ".join(f"{attack} {counts[attack] / scored:.0%}".replace("%", " %") for attack in order[:2]) + more
+def _name(row: Row, columns: Sequence[str]) -> str:
+    """Return the name of a row within its case, with the attacks behind a worst case or a best attack."""
+    if row.kind in ("worst", "single"):
+        return ": ".join(filter(None, (WORST if row.kind == "worst" else SINGLE, _behind(row, columns))))
+    attack = (row.attack or "").replace(":", ": ")
+    name = {"published": "published", "paper": f"paper's attack: {attack}"}.get(row.kind, attack)
+    return f"{name} (external)" if row.external and row.kind != "published" else name
 
-    def images(self, row: Row) -> str:
-        """Return the numbers of images that were scored, that are exact, and that failed, as text."""
-        return count_text(row.images, row.exact, row.failed) if row.images or row.failed else "—"
 
-    def mark(self, row: Row) -> str:
-        """Return the letters of a row's footnotes."""
-        return ",".join(self._marks[text] for text in _footnotes(row))
+def _behind(row: Row, columns: Sequence[str]) -> str:
+    """Return the attacks that reach the worst case most often, with their share of all images and columns."""
+    counts = Counter[str]()
+    for name in columns:
+        counts.update(row.leakiest.get(name, {}))
+    scored = sum(row.scores[name].images for name in columns if name in row.leakiest)
+    order = sorted(counts, key=lambda attack: (-counts[attack], attack))
+    if len(order) < 2:
+        return "".join(order)
+    more = f", {len(order) - 2} more" if len(order) > 2 else ""
+    return ", ".join(f"{attack} {counts[attack] / scored:.0%}".replace("%", " %") for attack in order[:2]) + more
 
-    def notes(self) -> list[tuple[str, str]]:
-        """Return the lines under the table, each with its mark; general lines have none."""
-        kinds, geometry = {row.kind for row in self.rows}, self.layout.geometry
-        shared = any("%" in self.behind(row) for row in self.rows)
-        shares = "; a share says how often an attack reaches it, over images and columns" if shared else ""
-        behind = {attack for row in self.rows for of in row.leakiest.values() for attack in of}
-        reassembled = geometry != "oracle" and any("(reassembled)" in attack for attack in behind)
-        interval = any(math.isfinite(row.scores[name].low) for row in self.rows for name in self.layout.columns)
-        within = "column and group" if any(row.group is not None for row in self.rows) else "column"
-        general = [
-            ("published" in kinds and self.caption.source, f"published: {self.caption.source}"),
-            ("worst" in kinds, OF_WORST + shares),
-            ("single" in kinds, of_single(self.layout.columns)),
-            (reassembled, OF_ADVERSARIES),
-            (any(row.exact for row in self.rows), OF_EXACT),
-            (interval, of_interval(self.layout.interval)),
-            (self._leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
-            (geometry == "oracle", OF_ORACLE),
-            (geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
-        ]
-        said = [text for holds, text in general if holds]
-        cases = {row.case: f"{row.group} {row.label}" if row.group else row.label for row in self.rows}
-        verdicts = self.caption.verdicts
-        said += [f"verdict: {label}: {verdicts[case]}" for case, label in cases.items() if case in verdicts]
-        own = [(mark, text) for text, mark in self._marks.items()]
-        return own + [("", text) for text in (*said, *self.caption.remarks)]
 
-    @cached_property
-    def _marks(self) -> dict[str, str]:
-        """Return a letter for each different footnote."""
-        texts = dict.fromkeys(text for row in self.rows for text in _footnotes(row))
-        return {text: _letters(i) for i, text in enumerate(texts)}
-
-    @cached_property
-    def _leakiest(self) -> dict[tuple[str | None, str], str]:
-        """Return, as it is printed, the leakiest figure that was measured here in each group, for each metric."""
-        best: dict[tuple[str | None, str], float] = {}
-        for row in self.rows if self.layout.bold else ():
-            for name in filter(sign_of, self.layout.columns if row.kind in _MEASURED_KINDS else ()):
-                mean = row.scores[name].mean
-                if not math.isnan(mean):
-                    leakier = max if sign_of(name) > 0 else min
-                    best[row.group, name] = leakier(mean, best.get((row.group, name), mean))
-        return {(group, name): figure_text(mean, decimals(self.layout, name)) for (group, name), mean in best.items()}
+def _leakiest_figures(rows: Sequence[Row], layout: Layout) -> dict[tuple[str | None, str], str]:
+    """Return, as it is printed, the leakiest figure that was measured here in each group, for each metric."""
+    best: dict[tuple[str | None, str], float] = {}
+    for row in rows:
+        for name in filter(sign_of, layout.columns if row.kind in _MEASURED_KINDS else ()):
+            mean = row.scores[name].mean
+            if not math.isnan(mean):
+                leakier = max if sign_of(name) > 0 else min
+                best[row.group, name] = leakier(mean, best.get((row.group, name), mean))
+    return {(group, name): figure_text(mean, decimals(layout, name)) for (group, name), mean in best.items()}
 
 
 def _footnotes(row: Row) -> list[str]:
