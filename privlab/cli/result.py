@@ -9,24 +9,8 @@ from privlab.base import PrivlabError
 from privlab.cli import common as shared
 from privlab.evaluation import admissions
 from privlab.grids import KNOWN
+from privlab.report import tables
 from privlab.report.run import Run
-from privlab.report.tables import (
-    BOUND,
-    apart,
-    apart_lines,
-    blocks_of,
-    certificates,
-    elsewhere,
-    flag_lines,
-    leakage_table,
-    measured_placement,
-    missing_metrics,
-    rows_once,
-    settings_text,
-    shown_metrics,
-    summarise,
-    verdicts,
-)
 from privlab.report.tables.flags import NOTHING_RELEASED
 from privlab.runs import Outcome
 
@@ -58,19 +42,19 @@ def print_result(
         warn(message)
     if as_json:
         results = run.results.laid_out(columns=spec.metrics)
-        shown = [*shown_metrics(spec.metrics), *measured_placement(results)]
+        shown = [*tables.shown_metrics(spec.metrics), *tables.measured_placement(results)]
         shared.print_json(
             {
                 "run": str(run.path),
-                "verdict": [*run.lead, *verdicts(outcome)],
+                "verdict": [*run.lead, *tables.verdicts(outcome)],
                 "verdicts": [asdict(cell) for cell in run.verdicts],
                 "flags": [asdict(flag) for flag in run.flags],
-                "members": [asdict(row) for row in apart(run.results)],
+                "members": [asdict(row) for row in tables.apart(run.results)],
                 "geometry": geometry,
-                "worst_case": BOUND,
+                "worst_case": tables.BOUND,
                 "leaks": {name: KNOWN[name].direction for name in shown},
-                "explained": certificates(outcome.records),
-                "rows": summarise(results).to_dict("records"),
+                "explained": tables.certificates(outcome.records),
+                "rows": tables.summarise(results).to_dict("records"),
                 "warnings": outcome.warnings,
                 "admit": admissions(spec),
                 "missing_metrics": outcome.missing,
@@ -114,22 +98,22 @@ def _nothing_left(outcome: Outcome) -> str | None:
 def _print_details(outcome: Outcome, run: Run) -> None:
     """Print a row for every attack and control by every metric, and all that is known of the run."""
     records, results = outcome.records, run.results
-    shown = [*shown_metrics(outcome.spec.metrics), *measured_placement(results)]
+    shown = [*tables.shown_metrics(outcome.spec.metrics), *tables.measured_placement(results)]
     results = results.laid_out(columns=tuple(shown))
-    table = leakage_table(results, rows_once(results), blocks=blocks_of(results))
+    table = tables.leakage_table(results, tables.rows_once(results), blocks=tables.blocks_of(results))
     shared.print_fitted(table.to_rich())
     controls = "" if results.layout.geometry == "oracle" else ", controls as they are"
     lines = [
         f"arrows show the direction that leaks; geometry {results.layout.geometry}{controls}",
-        *elsewhere(results),
-        settings_text(records),
-        *missing_metrics(outcome, shown),
-        *certificates(records),
+        *tables.elsewhere(results),
+        tables.settings_text(records),
+        *tables.missing_metrics(outcome, shown),
+        *tables.certificates(records),
         *run.lead,
         *(f"verdict: {cell.label}: {cell}" for cell in run.verdicts),
-        *verdicts(outcome),
-        *apart_lines(apart(results)),
-        *flag_lines(run.flags),
+        *tables.verdicts(outcome),
+        *tables.apart_lines(tables.apart(results)),
+        *tables.flag_lines(run.flags),
         f"run: {run.path}",
     ]
     for line in lines:

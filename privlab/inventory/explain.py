@@ -87,14 +87,8 @@ def _metric(name: str) -> Explanation:
     from privlab.metrics import METRICS, PLACEMENT
 
     if name == LPIPS:
-        idea = "`lpips_alex` if its backbone can be had, else `lpips_squeeze`, which has other figures and a column."
-        text = (
-            "Papers print AlexNet's figures, which cannot be compared with SqueezeNet's. `--metrics lpips_alex` says "
-        )
-        text += (
-            "why AlexNet's backbone cannot be had. A run that goes on keeps its network, and a network that is named "
-        )
-        text += "is never replaced by another one."
+        idea = "`lpips_alex` if its backbone can be had, else `lpips_squeeze`, which cannot be compared with it."
+        text = "`--metrics lpips_alex` says why it cannot be had. A network that is named is never replaced."
         return Explanation("metric", name, idea, {"How it is chosen": text, **_example_and_papers(name)})
     metric, (doc,) = (PLACEMENT.get(name) or METRICS[name]), docstrings(name)
     idea = doc.summary.removeprefix("Return ")
