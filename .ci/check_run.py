@@ -48,7 +48,7 @@ for word in (
     "weights random",
     "γ = 0.27",
     "seed 0",
-    "The same on trained weights, which came with privlab:  privlab attack --model cifar_vit_mjp --setting c",
+    "The same on trained weights, which came with privlab:  privlab attack --model cifar_vit_mjp",
 ):
     assert word in table, f"'{word}' is missing in the table"
 print(f"{images} images, {len(records)} records, table and strips are there")

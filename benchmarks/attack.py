@@ -205,7 +205,8 @@ def _peak_rss(model: str, n: int) -> int:
             square: Image.Image = samples[i % len(samples)].resize((256, 256))
             ImageChops.offset(square, i).save(inside / f"{i:04d}.png", compress_level=1)
         program = (
-            f"from privlab.benchmarks.common import peak_memory; from privlab.runs.attack import execute, specify; "
+            "from privlab.benchmarks.common import peak_memory; from privlab.grids import specify; "
+            "from privlab.runs import execute; "
             f"spec = specify({model!r}, 'a', images={str(inside)!r}); "
             f"execute(spec, device='cpu', out={str(Path(folder, 'run'))!r}); "
             "print(peak_memory())"

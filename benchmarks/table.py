@@ -36,7 +36,6 @@ from privlab.images import batches, open_images
 from privlab.release import observe
 from privlab.report.page import write_page
 from privlab.report.tables import load_results
-from privlab.stores import RunDirectory
 from privlab.threat import Attack
 
 _RECORDS, _SHOWN = 1_000_000, 1000
@@ -160,8 +159,7 @@ def _run(experiment: Experiment, path: Path, options: Options) -> list[tuple[flo
         if last is not None:
             results.append((time.perf_counter(), last.worker, len(last.task.images)))
 
-    grid, tasks = prepare(experiment, path, options)
-    fill(grid, tasks, RunDirectory.create(path, resume=True), options, progress=note)
+    fill(*prepare(experiment, path, options), path, options, progress=note)
     return results
 
 
@@ -268,7 +266,7 @@ def resume_child(file: str, path: str) -> None:
     grid, tasks = prepare(read_experiment(Path(file)), Path(path), options)
     if tasks:
         raise PrivlabError(f"{len(tasks)} tasks are missing of a run that is finished.")
-    fill(grid, tasks, RunDirectory.create(Path(path), resume=True), options)
+    fill(grid, tasks, Path(path), options)
     print(json.dumps([time.perf_counter() - start, peak_memory(), imports]))  # noqa: T201
 
 

@@ -255,6 +255,8 @@ def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: P
     assert sorted((tmp_path / "grid" / "records").iterdir()) == parts
     with pytest.raises(PrivlabError, match="defense"):
         privlab.grid("cifar_vit", photos, defense=[], progress=False)
+    with pytest.raises(PrivlabError, match="object"):
+        privlab.grid(["cifar_vit", privlab.victim("cifar_vit")], photos, progress=False)  # pyright: ignore[reportArgumentType]
 
 
 def test_mjp_of_a_model_of_ones_own(photos: Tensor) -> None:

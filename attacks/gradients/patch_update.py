@@ -210,8 +210,8 @@ class PatchUpdate:
         private = client.dropout or client.drop_path
         if not self.rounds or private or self.decay == "fitted" or not client.has_labels or is_open:
             return found[0].X
-        told = "head.bias" in moved
-        labels = [int(moved["head.bias"].argmin())] if told else labels_that_rise(model, moved, found[0].image)
+        has_bias = "head.bias" in moved
+        labels = [int(moved["head.bias"].argmin())] if has_bias else labels_that_rise(model, moved, found[0].image)
         unrounded, plain = copy.deepcopy(model).double(), replace(client, sends="difference", sent_as="float32")
         first = best = found[0].X
         least = math.inf
@@ -219,7 +219,7 @@ class PatchUpdate:
             tried = [_Tried.of(model, client, update, one, y, scaled) for one in found for y in labels]
             offs = [_distance(each.made, update, deviations) for each in tried]
             off, now = min(zip(offs, tried, strict=True), key=lambda of: of[0])
-            if not told and len(labels) > 1 and _residual(now.made, update) >= EXPLAINED_RESIDUAL:
+            if not has_bias and len(labels) > 1 and _residual(now.made, update) >= EXPLAINED_RESIDUAL:
                 break
             if off < least:
                 best, least = now.candidate.X, off

@@ -30,8 +30,9 @@ from privlab.experiments.studies.data import (
 )
 from privlab.experiments.training.loop import train
 from privlab.experiments.training.plan import Compute, Plan
+from privlab.grids import specify
 from privlab.release import predictions, send
-from privlab.runs import execute, specify
+from privlab.runs import execute
 from privlab.stores import RunDirectory
 from privlab.threat import Stack
 from privlab.victims import Victim, VictimModel, victim

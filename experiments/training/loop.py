@@ -25,7 +25,7 @@ from privlab.experiments.training import log
 from privlab.experiments.training.checkpoint import Checkpoints
 from privlab.experiments.training.plan import Compute, NamedRecipe, Paced, Plan
 from privlab.training import Listener, TrainingProgress, tell
-from privlab.training.loop import rows_of
+from privlab.training.loop import rows_of, schedule_by_steps, seed_globally
 
 
 def train(
@@ -113,7 +113,7 @@ class _Run:
         rank, ranks = self.fabric.global_rank, self.fabric.world_size
         for part, some in enumerate(rows.chunk(plan.accumulate)):
             draw = draw_for(plan.seed, "", "training", (step * plan.accumulate + part) * ranks + rank)
-            self._seed_globally(draw.initial_seed())
+            seed_globally(draw.initial_seed(), self.fabric.device)
             mine = some.chunk(ranks)[rank]
             batch = self.fabric.to_device(recipe.batch(mine, draw))
             loss = recipe.loss(self.model, batch, draw) * (len(mine) / len(rows) * ranks)  # DDP takes the mean
@@ -128,12 +128,6 @@ class _Run:
         if self.average is not None:
             self.average.update(self.recipe.model)
         return total
-
-    def _seed_globally(self, seed: int) -> None:
-        """Seed torch's global generators, from which dropout draws, within the fork of `train`."""
-        torch.default_generator.manual_seed(seed)
-        if self.fabric.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
 
     def _report(self, done: int) -> None:
         """Check the losses since the last report, all in one transfer from the device, and report their mean."""
@@ -160,7 +154,7 @@ class _Run:
     def _stop_error(self, reason: str) -> PrivlabError:
         kept = ""
         if self.checkpoints is not None:
-            kept = f" The last good checkpoint is of step {self.saved}, in {self.checkpoints.folder}."
+            kept = f" The last good checkpoint, after step {self.saved}, is in {self.checkpoints.folder}."
         return PrivlabError(f"The training stopped: {reason}.{kept} A lower learning rate may help.")
 
     def _save(self, done: int, checkpoints: Checkpoints) -> None:
@@ -199,7 +193,6 @@ class _Run:
 def _optimiser(recipe: NamedRecipe, plan: Plan) -> tuple[torch.optim.Optimizer, Any]:
     """Return timm's optimiser, without weight decay on biases and norms, and its schedule by steps (None: none)."""
     from timm.optim import create_optimizer_v2
-    from timm.scheduler import create_scheduler_v2
 
     layered = plan.layer_decay != 1
     if layered and not hasattr(recipe.model, "group_matcher"):
@@ -211,16 +204,7 @@ def _optimiser(recipe: NamedRecipe, plan: Plan) -> tuple[torch.optim.Optimizer, 
         weight_decay=plan.weight_decay,
         layer_decay=plan.layer_decay if layered else None,
     )
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched=plan.schedule,
-        num_epochs=max(1, plan.steps - plan.warmup),
-        warmup_epochs=plan.warmup,
-        warmup_lr=0,
-        warmup_prefix=True,
-        step_on_epochs=False,
-        updates_per_epoch=1,
-    )
+    scheduler = schedule_by_steps(optimizer, plan.schedule, plan.steps, plan.warmup)
     if scheduler is None:  # a scheduler would scale the rates of the layers
         for group in optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)
@@ -265,7 +249,7 @@ def _without_advice() -> Iterator[None]:
     )  # Lightning's Trainer, if imported, moves the latter
     levels = [logger.level for logger in loggers]
     for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(max(level, logging.WARNING))  # it tells of the precision that the plan asks for
+        logger.setLevel(max(level, logging.WARNING))  # it logs the precision that the plan asks for
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning")

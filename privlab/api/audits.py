@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from privlab.api.steps import Part
 from privlab.api.whole_run import kept_run, run_directory
 from privlab.base import PrivlabError
+from privlab.grids import specify
 from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
-from privlab.runs import audit, specify
+from privlab.runs import audit
 from privlab.runs.audit_gradients import audit_gradients as run_audit
 from privlab.threat import Client
 

@@ -12,7 +12,6 @@ from privlab.base import PrivlabError
 from privlab.evaluation import Batch, Clients, batch_key, completed, labelled, score_images
 from privlab.evaluation.setup import learned_metric
 from privlab.images import Chunk, NamedImage
-from privlab.release import released_parameters, served, trained_parameters
 from privlab.release.checked import images_for, labels_for, model_of
 from privlab.threat import (
     FeatureObservation,
@@ -21,7 +20,6 @@ from privlab.threat import (
     Reconstruction,
     Release,
     Stack,
-    Update,
 )
 from privlab.victims import Victim, VictimModel, hash_of
 from privlab.victims.closed_form import check_names
@@ -79,12 +77,7 @@ def observe(
             f"Gradient(batch={release.batch}) needs a multiple of {release.batch} images. Found {len(x)}."
         )
     trial = clients.trial(model, batch, "c")
-    if isinstance(release, Update):
-        model = served(model, release.client)
-    if parameters is None:
-        released = released_parameters(model)
-        parameters = trained_parameters(model, release.client) if isinstance(release, Update) else released
-    return clients.observe(model, trial, sorted(parameters), own)
+    return clients.observe(model, trial, None if parameters is None else sorted(parameters), own)
 
 
 def _batch(model: VictimModel, x: Float[Tensor, "b c h w"], labels: Any) -> Batch:  # noqa: ANN401

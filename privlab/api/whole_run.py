@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,13 @@ import cloudpickle
 from torch import nn
 
 from privlab.api.steps import Part
-from privlab.base import PrivlabError, pick_device, unknown_name, warn
+from privlab.base import PrivlabError, unknown_name, warn
 from privlab.evaluation import CONTROL, Specification
-from privlab.grids import (
-    IN_PROCESS,
-    KNOWN,
-    Case,
-    Engine,
-    Experiment,
-    Layout,
-    Options,
-    beside,
-    lay_out,
-    missing,
-)
+from privlab.grids import IN_PROCESS, Case, Engine, Experiment, Layout, Options, columns_of, prepare, specify
 from privlab.grids.fill import fill
 from privlab.images.given import given_images
 from privlab.report.run import Run
-from privlab.runs import execute, own_victim, shown_progress, specify
-from privlab.stores import RunDirectory
+from privlab.runs import execute, shown_progress
 from privlab.threat import Features, Gradient, Release, Update
 from privlab.victims import Victim, check_plain
 
@@ -79,15 +67,12 @@ def attack(
     Warns:
         PrivlabWarning: for what weakens the verdict.
     """
-    how = {name: options.pop(name) for name in _SPEED if name in options}
-    given = _Given.of(victim, images, labels)
-    spec = given.specification(
-        settings=settings, attacks=attacks, defense=defense, release=release, metrics=metrics, **options
-    )
+    speed = {name: options.pop(name) for name in ("device", "batch_size", "overwrite") if name in options}
+    own, given = _given(victim, images, labels)
+    arguments = {"settings": settings, "attacks": attacks, "defense": defense, "release": release, "metrics": metrics}
+    spec = _specified(given | arguments | options)
     with run_directory(out) as path, shown_progress(shown=progress) as show:
-        outcome = execute(spec, path, own=given.own, engine=_engine(spec, engine, workers), progress=show, **how)
-    for message in outcome.warnings:
-        warn(message)
+        execute(spec, path, own=own, engine=_engine(spec, engine, workers), warn=warn, progress=show, **speed)
     return kept_run(path, out)
 
 
@@ -123,65 +108,52 @@ def grid(
     axes |= {name: value for name, value in arguments.items() if isinstance(value, list) and name not in _LISTS}
     if empty := [name for name, values in axes.items() if not values]:
         raise PrivlabError(f"A list of a grid needs at least one value. Found none in {empty[0]}.")
-    given, cases = _Given.of(axes["victim"][0], images, labels), list[Case]()
+    if len(axes["victim"]) > 1 and not all(isinstance(name, str) for name in axes["victim"]):
+        raise PrivlabError("Several victims of a grid are named. Found an object among them: run one grid for each.")
+    own, given = _given(axes["victim"][0], images, labels)
+    cases: list[Case] = []
     for point in itertools.product(*axes.values()):
         values = dict(zip(axes, point, strict=True))
         name = values.pop("victim")
-        spec = replace(given, name=given.name if given.own is not None else name).specification(**arguments | values)
-        options = {name: text for name, value in values.items() for name, text in _said(name, value).items()}
+        spec = _specified(given | arguments | values | ({"victim": name} if own is None else {}))
+        options = {key: text for name, value in values.items() for key, text in _said(name, value).items()}
         options |= {"victim": spec.models[0]} if len(axes["victim"]) > 1 else {}
         runs = tuple(replace(spec, draws=1, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
-            own = options | ({"setting": setting} if len(spec.settings) > 1 else {})
-            label = ", ".join(f"{name} {text}" for name, text in own.items()) or spec.models[0]
-            cases.append(Case(label, None, runs, own, setting=setting))
-    metrics = [name for name in cases[0].runs[0].metrics if name in KNOWN]
-    columns = tuple(name for name in metrics if name not in beside(metrics))
-    how = Options(_engine(cases[0].runs[0], engine, workers), strips=sys.maxsize, **speed)
+            named = options | ({"setting": setting} if len(spec.settings) > 1 else {})
+            label = ", ".join(f"{name} {text}" for name, text in named.items()) or spec.models[0]
+            cases.append(Case(label, None, runs, named, setting=setting))
+    first = cases[0].runs[0]
+    how = Options(_engine(first, engine, workers), strips=sys.maxsize, **speed)
     with run_directory(out) as path, shown_progress(shown=progress) as show:
-        experiment = Experiment(path.name, path.name, None, tuple(cases), Layout(columns))
-        device = pick_device(how.device)
-        mine = own_victim(given.own, cases[0].runs[0], device)
-        laid = lay_out(experiment, device, mine, begun=RunDirectory(path).begun())
-        run = RunDirectory.create(path, resume=True)
-        fill(laid, missing(laid, path, how), run, how, warn=warn, progress=show)
+        experiment = Experiment(path.name, path.name, None, tuple(cases), Layout(columns_of(first.metrics)))
+        fill(*prepare(experiment, path, how, own), path, how, warn=warn, progress=show)
     return kept_run(path, out)
 
 
-_SPEED = ("device", "batch_size", "overwrite")
 _LISTS = ("attacks", "metrics")  # of one case
 
 
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """What is attacked and on which images, as the specification takes them."""
+def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | None, dict[str, Any]]:  # noqa: ANN401
+    """Return the victim if it is an object, and victim, images and labels as a specification takes them."""
+    own = victim if isinstance(victim, nn.Module | Victim) else None
+    if own is None and not isinstance(victim, Sequence):
+        check_plain(victim)  # it raises what is wrong
+    named = {"labels": labels} if isinstance(labels, str | Path) else {}
+    values: Any = None if named else labels
+    if values is not None or not _is_named(images):
+        images = given_images(images, values)
+    return own, {"victim": victim if own is None else "own", "images": images, **named}
 
-    name: str | Sequence[str]
-    own: nn.Module | Victim | None
-    images: Any
-    labels: str | Path | None
 
-    @classmethod
-    def of(cls, victim: Any, images: Any, labels: Any) -> "_Given":  # noqa: ANN401
-        own = victim if isinstance(victim, nn.Module | Victim) else None
-        if own is None and not isinstance(victim, Sequence):
-            check_plain(victim)  # it raises what is wrong
-        named = labels if isinstance(labels, str | Path) else None
-        values: Any = None if named is not None else labels
-        if values is not None or not _is_named(images):
-            images = given_images(images, values)
-        name: Any = "own" if own is not None else victim
-        return cls(name, own, images, named)
-
-    def specification(self, **arguments: Any) -> Specification:  # noqa: ANN401
-        """Return the specification of a run with these arguments of `attack`."""
-        for old, new in (("attack", "attacks"), ("setting", "settings")):
-            if old in arguments:
-                raise unknown_name("option", old, [new])
-        arguments |= {} if self.labels is None else {"labels": self.labels}
-        release = _stated_release(arguments.pop("release", None))
-        named = {"setting": arguments.pop("settings", None), "attack": arguments.pop("attacks", None)}
-        return specify(self.name, images=self.images, **named, **release, **arguments)
+def _specified(arguments: dict[str, Any]) -> Specification:
+    """Return the specification of a run with these arguments of `attack`."""
+    for old, new in (("attack", "attacks"), ("setting", "settings")):
+        if old in arguments:
+            raise unknown_name("option", old, [new])
+    release = _stated_release(arguments.pop("release", None))
+    named = {"setting": arguments.pop("settings", None), "attack": arguments.pop("attacks", None)}
+    return specify(arguments.pop("victim"), **named, **release, **arguments)
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def _check_keys(given: Mapping[str, Any], table: str, where: str, needed: Sequen
 
 
 def _check_clients(card: Card) -> None:
-    """Raise PrivlabError if a card of secure aggregation is of another track, or does not state K ≥ 2 clients."""
+    """Raise PrivlabError if a card of secure aggregation names another track, or fewer than two clients."""
     if card.track != AGGREGATES:
         raise PrivlabError(
             f"'{AGGREGATION}' needs clients that train, which the track '{card.track}' does not have. Enter it on the "

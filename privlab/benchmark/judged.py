@@ -40,7 +40,7 @@ _APART = 0.01
 """How far two scores of the same rows may be apart."""
 
 
-class WorstCase(TypedDict):
+class Worst(TypedDict):
     """The mean over `images` of the worst case of each, with its interval; None is not known."""
 
     mean: float | None
@@ -59,7 +59,7 @@ class Judged(TypedDict):
     """
 
     known_by: list[str]
-    worst: dict[str, WorstCase]
+    worst: dict[str, Worst]
     leakiest: str
     by: dict[str, int]
     verdict: str
@@ -71,7 +71,7 @@ class Judged(TypedDict):
     knows: NotRequired[bool]
 
 
-def score_of(judged: Judged) -> WorstCase:
+def score_of(judged: Judged) -> Worst:
     """Return the worst case of the leakiest case."""
     return judged["worst"].get(judged["leakiest"], NOTHING)
 
@@ -81,7 +81,7 @@ def shown_images(judged: Judged) -> dict[str, str]:
     return {"median": judged["median"], "worst": judged["worst_image"]}
 
 
-NOTHING: WorstCase = {"mean": None, "low": None, "high": None, "images": 0}
+NOTHING: Worst = {"mean": None, "low": None, "high": None, "images": 0}
 """A worst case that was not measured."""
 
 
@@ -105,7 +105,7 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
     defended, images = _defended(names), numbered.groupby("case").image_sha256.nunique()
     worst = _worst(scored, names, of)
     leakiest = leakiest_of(worst, of)
-    case = names.index(leakiest) if leakiest else -1  # no row is of case -1
+    case = names.index(leakiest) if leakiest else -1  # a number that no case has
     verdicts = [verdict for verdict in verdicts_of(facts) if verdict.label in defended]
     verdict = min(verdicts, key=lambda each: WORDS.index(each.word))
     known_by = [name for name in facts.attacks(case) if facts.defenses[case] and facts.knows(name, case)]
@@ -129,7 +129,7 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
     )
 
 
-def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> dict[str, WorstCase]:
+def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> dict[str, Worst]:
     """Return the worst case of each defended case, as `judge` has them.
 
     Args:
@@ -156,9 +156,9 @@ def _defended(names: Sequence[str]) -> list[str]:
     return [name for name in names if not name.endswith(", undefended")] or [*names]
 
 
-def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, WorstCase]:
+def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, Worst]:
     """Return the worst case of each defended case by the lead metric; above 100 dB only rounding is measured."""
-    worst: dict[str, WorstCase] = {}
+    worst: dict[str, Worst] = {}
     for (case, attack, _), found in measure(scored.images, [of.lead], LEVEL).items():
         if attack == WORST and names[case] in _defended(names):
             score = found.scores[of.lead]
@@ -169,7 +169,7 @@ def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, WorstCa
     return worst
 
 
-def leakiest_of(worst: Mapping[str, WorstCase], of: Track) -> str:
+def leakiest_of(worst: Mapping[str, Worst], of: Track) -> str:
     """Return the name of the case that leaks most; an empty one where no case has a score."""
     means = {name: score["mean"] for name, score in worst.items() if score["mean"] is not None}
     return max(means, key=lambda name: sign_of(of.lead) * means[name], default="")

@@ -15,11 +15,11 @@ from privlab.base import PrivlabError
 from privlab.benchmark.cards import UNDEFENDED, Card, instances
 from privlab.benchmark.tracks import BUNDLED, Track, TrackCase, photographs
 from privlab.evaluation import CONTROL, SCHEMA, Specification, applicable, victim_of
-from privlab.grids import IN_PROCESS, Engine
+from privlab.grids import IN_PROCESS, Engine, specify
 from privlab.images import ImageSource, open_images
 from privlab.metrics import MIRRORED
 from privlab.report.tables.knowledge import AGGREGATION, undefended_attack
-from privlab.runs import execute, specify
+from privlab.runs import execute
 
 KEPT = (
     *("case", "victim", "victim_params", "weights", "weights_sha256", "block", "release", "cut_layer", "defense"),

@@ -167,7 +167,7 @@ def evaluation_record(row: Standing) -> dict[str, Any]:
     """
     of, result = track(row.track), _results(row)[0]
     text = _render(
-        "every_eval_ever.json",
+        "every_eval_ever.jinja",
         schema_version=SCHEMA_VERSION,
         version=VERSION,
         level=LEVEL,

@@ -18,7 +18,7 @@ from privlab.benchmark.judged import (
     NOTHING,
     OF_ROWS,
     Judged,
-    WorstCase,
+    Worst,
     check_concluded,
     conclude,
     judge,
@@ -186,7 +186,7 @@ def _rows_on(name: str, attack: Result) -> pd.DataFrame:
     return rows.assign(attack=rows.attack.mask(control, rows.attack + f" of {attack.card.name}"))
 
 
-def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[WorstCase, WorstCase]:
+def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Worst, Worst]:
     """Return the worst case of the listed photographs and of the hidden ones, in one case, over the track's attacks."""
     if not rows.image_sha256.isin(photographs("hidden")).any():
         return NOTHING, NOTHING

@@ -28,7 +28,7 @@ from privlab.grids import IN_PROCESS, Engine
 from privlab.release import observe, observe_updates, predictions, released_parameters, send
 from privlab.report.tables.knowledge import declared_defenses, knows
 from privlab.testing import Check, check_attack, check_defense
-from privlab.testing.claims import apart
+from privlab.testing.claims import largest_difference
 from privlab.testing.confinement import REFUSED
 from privlab.testing.defenses import case_of, photographs
 from privlab.threat import ClientData, Draws, Stack, defense_declarations
@@ -310,4 +310,4 @@ def draws_nothing(part: Any, model: VictimModel) -> bool:  # noqa: ANN401
     """Return whether a defense releases the same of the same images for two different draws, in a victim's shapes."""
     case: Any = case_of(part, model, photographs(model))
     first, second = (case.tensors(case.run(case.inputs(), case.draws(number))) for number in (0, 1))
-    return apart(first, second) == 0
+    return largest_difference(first, second) == 0

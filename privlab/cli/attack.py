@@ -83,7 +83,8 @@ def attack(
     shared.check_together(context.params)
     sources.check_choice(*(options[name] for name in ("limit", "every", "offset", "manifest")))
     from privlab.evaluation import check_geometry
-    from privlab.runs import execute, specify
+    from privlab.grids import specify
+    from privlab.runs import execute
 
     spec = specify(**options)
     check_geometry(geometry, spec)

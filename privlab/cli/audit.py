@@ -117,8 +117,9 @@ def features(
     """
     session_folders(directory)
     shared.check_together(options)
+    from privlab.grids import specify
     from privlab.release import recorded_cut_layer
-    from privlab.runs import audit, specify
+    from privlab.runs import audit
 
     how = _how(context, options)
     release = {"release": "features", "cut_layer": recorded_cut_layer(directory)}
@@ -153,7 +154,7 @@ def _audit_release(
     elif not reference.exists():
         raise PrivlabError(f"No file at '{reference}'. --reference is the private image.")
     shared.check_together(options)
-    from privlab.runs import specify
+    from privlab.grids import specify
     from privlab.runs.audit_gradients import audit_gradients
 
     how = _how(context, options)

@@ -1,7 +1,7 @@
 """What `privlab attack` prints of a run: the verdict, the table, and what weakens it."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 
@@ -12,12 +12,11 @@ from privlab.grids import KNOWN
 from privlab.report import tables
 from privlab.report.run import Run
 from privlab.report.tables.flags import NOTHING_RELEASED
-from privlab.runs import Outcome
 
 
 def print_result(
     context: click.Context,
-    outcome: Outcome,
+    outcome: Run,
     geometry: str,
     warn: Callable[[str], None],
     *,
@@ -37,7 +36,7 @@ def print_result(
     Raises:
         PrivlabError: if the defense left nothing to attack.
     """
-    spec, run = outcome.spec, Run(outcome.path, geometry)
+    spec, run = outcome.spec, replace(outcome, geometry=geometry)
     for message in outcome.warnings:
         warn(message)
     if as_json:
@@ -80,7 +79,7 @@ def print_result(
     return 2 if outcome.failed else 0
 
 
-def _nothing_left(outcome: Outcome) -> str | None:
+def _nothing_left(outcome: Run) -> str | None:
     """Return why no attack could run on any image, if filters left nothing to attack; None else."""
     records = outcome.records[~outcome.records.attack.str.startswith("control:")]
     reasons = set(records.reason.dropna())
@@ -95,7 +94,7 @@ def _nothing_left(outcome: Outcome) -> str | None:
     )
 
 
-def _print_details(outcome: Outcome, run: Run) -> None:
+def _print_details(outcome: Run, run: Run) -> None:
     """Print a row for every attack and control by every metric, and all that is known of the run."""
     records, results = outcome.records, run.results
     shown = [*tables.shown_metrics(outcome.spec.metrics), *tables.measured_placement(results)]

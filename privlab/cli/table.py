@@ -91,46 +91,45 @@ def table(
         return 0
     from privlab.report.run import Run  # a plan does not need it, and its imports take seconds
     from privlab.report.tables import load_results
-    from privlab.stores import RunDirectory
 
     with shared.warned():
         other = None if compare is None else load_results(compare)
         if other is not None and "unscored" in other.facts:
             raise PrivlabError(f"--compare needs a run with scores. '{compare}' is an audit without a private image.")
-        grid, tasks = prepare(parsed, path, how)
-    run = RunDirectory.create(path, resume=True)
-    command = shared.command_line(click.get_current_context())
-    with shared.interruptible(lambda: shared.kept(path)), run_display(quiet=options["quiet"]) as shown:
-        messages = fill(
-            *(grid, tasks, run, how),
-            command=command,
+    with (
+        shared.interruptible(lambda: shared.kept(path)),
+        run_display(quiet=options["quiet"]) as shown,
+        shared.warned(),
+    ):
+        fill(
+            *(*prepare(parsed, path, how), path, how),
+            command=shared.command_line(click.get_current_context()),
             say=lambda line: shared.err.print(line, markup=False),
             warn=shown.warn,
             progress=shown.progress,
         )
-    for message in messages:
-        shown.warn(message)
     with shared.warned():
         filled = Run(path)
         results = filled.results
     form = "json" if as_json else format_
     status = _print_results(filled, form, standalone, all_attacks, other)
     untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
-    if len(untrained) and all(job.spec.weights == "auto" for job in grid.jobs):
-        settings = (job.setting for job in grid.jobs)
+    specs = [spec for case in parsed.cases for spec in case.runs]
+    if len(untrained) and all(spec.weights == "auto" for spec in specs):
+        settings = (spec.settings[0] for spec in specs)
         shared.print_on_trained(shared.table_on_trained(experiment, untrained, settings), machine=form is not None)
     return status
 
 
 def _options(given: dict[str, Any]) -> "Options":
-    from privlab.grids import Engine, Options, Share
+    from privlab.grids import Engine, Options
 
     number, slash, count = given["shard"].partition("/")
     if not (slash and number.isdecimal() and count.isdecimal()):
         raise PrivlabError(f"--shard must be I/N, such as 1/4. Found '{given['shard']}'.")
     engine = Engine(*(given[name] for name in ENGINE_OPTIONS))
     as_given = {name: given[name] for name in ("device", "batch_size", "chunk", "pictures", "retry_failed")}
-    return Options(engine=engine, keep=given["keep"] is not None, share=Share(int(number), int(count)), **as_given)
+    return Options(engine=engine, keep=given["keep"] is not None, share=(int(number), int(count)), **as_given)
 
 
 def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure: bool) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from privlab.threat import (
     attack_declarations,
     check_capabilities,
 )
+
+T = TypeVar("T")
 
 
 class ObservationChanged(PrivlabError):
@@ -40,16 +42,20 @@ class Attempt:
     beyond: tuple[str | None, ...] = ()
 
 
-def timed(work: Callable[[], Reconstruction]) -> tuple[Reconstruction, float]:
-    """Return a reconstruction, and the seconds that it took."""
+def timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """Return a result and the seconds it took, with the device's queue finished before and after."""
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    wait()
     start = time.perf_counter()
-    return work(), time.perf_counter() - start
+    result = work()
+    wait()
+    return result, time.perf_counter() - start
 
 
 def attempt(
     attack: Attack | FeatureAttack,
     seen: Observation | FeatureObservation,
-    run: Callable[[Callable[[], Reconstruction]], tuple[Reconstruction, float]] = timed,
+    run: Callable[[Callable[[], Reconstruction]], tuple[Reconstruction, float]] | None = None,
     *,
     force: bool = False,
 ) -> Attempt:
@@ -60,7 +66,7 @@ def attempt(
     Args:
         attack: reads an observation of this kind.
         seen: what was released.
-        run: calls its argument, and returns the result with the seconds that it took.
+        run: calls its argument, and returns the result with the seconds that it took; None for `timed`.
         force: whether the attack may run without a capability that can be forced.
     """
     beyond: tuple[str | None, ...] = ()
@@ -71,7 +77,8 @@ def attempt(
         beyond = tuple(beyond_range(attack, release) for release in read.each())
         foreign = not type(attack).__module__.startswith("privlab.attacks.")
         with unchanged(read) if foreign else nullcontext():
-            reconstruction, seconds = run(lambda: attack_batch(attack, read))
+            measured = run or (lambda work: timed(work, seen.model.mean.device))
+            reconstruction, seconds = measured(lambda: attack_batch(attack, read))
     except Exception as error:
         return Attempt(None, reason=reason_of(attack, error), beyond=beyond)
     return Attempt(reconstruction, seconds, beyond=beyond)

@@ -11,7 +11,7 @@ from privlab.base import draw_for
 from privlab.evaluation.batch import Batch, Seen
 from privlab.evaluation.records import Record
 from privlab.evaluation.specification import shuffles
-from privlab.release import observe, observe_features, observe_updates, send
+from privlab.release import observe, observe_features, observe_updates, released_parameters, send
 from privlab.threat import (
     Client,
     ClientData,
@@ -95,15 +95,15 @@ class Clients:
         self,
         model: VictimModel,
         trial: Trial,
-        parameters: Iterable[str],
-        public: Float[Tensor, "m c h w"] | None,
+        parameters: Iterable[str] | None = None,
+        public: Float[Tensor, "m c h w"] | None = None,
     ) -> Seen:
         """Return what the adversary sees of the releases of a batch.
 
         Args:
             model: the victim's model, or a variant of it with another first block.
             trial: the private images with their labels, which the clients know, and what is fed and sent.
-            parameters: the names of the gradients or updates that the attacks read.
+            parameters: the names of the gradients or updates that the attacks read; None for all that are released.
             public: images of the adversary's own; None if it has none.
         """
         if isinstance(self.release, Features):
@@ -116,9 +116,11 @@ class Clients:
             draws = batch.release_draws(self.seed, self.draw, client.images)
             images, labels = batch.images.split(client.images), batch.labels.split(client.images)
             data = [ClientData(*each) for each in zip(images, labels, draws, strict=True)]
-            return observe_updates(model, client, data, {*parameters, "head.weight", "head.bias"}, self.defense.parts)
+            names = None if parameters is None else {*parameters, "head.weight", "head.bias"}
+            return observe_updates(model, client, data, names, self.defense.parts)
         draws = batch.release_draws(self.seed, self.draw, B)
-        return self._gradients(model, trial, list(parameters), draws, public)
+        names = sorted(released_parameters(model)) if parameters is None else list(parameters)
+        return self._gradients(model, trial, names, draws, public)
 
     def _gradients(
         self,

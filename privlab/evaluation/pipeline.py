@@ -4,7 +4,6 @@ Only this file holds both the private image and the reconstruction.
 """
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from torch import Tensor
 from privlab.base import warn
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, attacked_together, each_release, labelled
-from privlab.evaluation.check import Attempt, attempt
+from privlab.evaluation.check import Attempt, attempt, timed
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.observing import Clients, Trial, unsound_release
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
@@ -96,7 +95,9 @@ class Evaluator:
     controls: bool = True
     keep: bool = False
     kept: Mapping[str, Reconstruction] | None = None
-    _panels: dict[tuple[str, str], list[Panel]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _panels: dict[tuple[str, str], list[Panel]] = field(
+        default_factory=lambda: defaultdict(list), init=False, repr=False
+    )
     _reconstructions: dict[str, Reconstruction] = field(default_factory=dict, init=False, repr=False)
     _shared: dict[tuple[str, ...], tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
 
@@ -387,14 +388,8 @@ class Evaluator:
         return self._shared[name[1:]]
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Return a result and the seconds it took, with the device's queue finished before and after."""
-        device = self.base.model.mean.device
-        wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-        wait()
-        start = time.perf_counter()
-        result = work()
-        wait()
-        return result, time.perf_counter() - start
+        """Return a result and the seconds it took on the victim's device."""
+        return timed(work, self.base.model.mean.device)
 
     # Show
 

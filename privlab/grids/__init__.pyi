@@ -6,6 +6,7 @@ from .definition import Experiment as Experiment
 from .definition import Figure as Figure
 from .definition import Layout as Layout
 from .definition import beside as beside
+from .definition import columns_of as columns_of
 from .definition import papers_attack as papers_attack
 from .definition import read_experiment as read_experiment
 from .engine import ENGINES as ENGINES
@@ -18,11 +19,12 @@ from .fill import costs as costs
 from .fill import machine_facts as machine_facts
 from .fill import prepare as prepare
 from .plan import Grid as Grid
-from .plan import Job as Job
-from .plan import Options as Options
-from .plan import Share as Share
 from .plan import lay_out as lay_out
 from .plan import missing as missing
+from .plan import own_victim as own_victim
+from .specify import specification_of as specification_of
+from .specify import specify as specify
+from .tasks import Options as Options
 from .tasks import Reference as Reference
 from .tasks import Result as Result
 from .tasks import Task as Task

@@ -128,7 +128,9 @@ def _end_with(parent: int) -> None:
 
 
 def _work(task: Task) -> Result:
-    return run_task(replace(task, device=_DEVICE[0]) if _DEVICE and task.device in ("auto", "cuda") else task)
+    if _DEVICE and task.options.device in ("auto", "cuda"):
+        task = replace(task, options=replace(task.options, device=_DEVICE[0]))
+    return run_task(task)
 
 
 def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:

@@ -11,13 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from PIL import Image
 from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
 from torchvision.transforms.functional import to_tensor
 
 import privlab
-from privlab.base import PrivlabError, parse_toml, read_text, unknown_name
+from privlab.base import PrivlabError, check_name, check_range
 from privlab.evaluation import (
     CONTROL,
     GEOMETRIES,
@@ -30,12 +29,18 @@ from privlab.evaluation import (
     score_images,
 )
 from privlab.grids.definition import KNOWN
+from privlab.grids.specify import specification_of
+from privlab.grids.toml_file import TomlFile
 from privlab.images import NamedImage, Preprocessing, as_text, open_images, to_png
 from privlab.metrics import METRICS, Learned, LpipsUnavailable
 from privlab.stores import RunDirectory, Store, differs, merge_records, part_frame
 
-_KEYS = ("reference", "case", "attack", "setting", "scores", "reconstructions", "images")
-_NEEDED_KEYS = ("reference", "case", "attack")
+_NEEDED = ("reference", "case", "attack")
+_MEASURED = ("scores", "reconstructions", "images")
+_RIGHT = {
+    **dict.fromkeys((*_NEEDED, "setting", "reconstructions", "images"), "a text"),
+    "scores": "a table of METRIC = NUMBER",
+}
 _RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
 _NO_RECONSTRUCTION = "There is no reconstruction of that name."
@@ -77,37 +82,33 @@ def case_names(cases: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 class _Stated:
     """The checked contents of a file, and its case as `run.json` states it, with the metrics that can be computed."""
 
-    file: Path
+    path: Path
     given: Mapping[str, Any]
     spec: Specification
     cells: frozenset[str]
     metrics: Sequence[str]
 
     @classmethod
-    def read(cls, file: Path, run: RunDirectory) -> "_Stated":
+    def read(cls, path: Path, run: RunDirectory) -> "_Stated":
         facts = run.read_run()
         if "experiment" not in facts:
             raise PrivlabError(f"'{run.path}' holds no experiment: give a directory that `privlab table` wrote.")
-        data = parse_toml(read_text(file, "external result"), str(file))
-        _check(file, data)
-        places = case_names(facts["cases"])
-        if (name := data["case"]) not in places:
-            raise PrivlabError(f"{file}: {unknown_name('case', name, places)}")
-        jobs = facts["cases"][places[name]]["jobs"]
-        stated: dict[str, Any] = dict(jobs[0]["specification"])
-        if not isinstance(stated["defense"], str):  # instances, whose classes may not be here
-            stated |= {"defense": "auto", "release": jobs[0]["released"]}
-        stated = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
-        stated["attacks"] = None
-        spec = Specification(**stated)
+        file = TomlFile.read(path, "external result", {"": _RIGHT})
+        _check(file)
+        places, data = case_names(facts["cases"]), file.data
+        with file.at("", 0, "case"):
+            check_name("case", data["case"], places)
+        jobs = facts["cases"][places[data["case"]]]["jobs"]
+        stated = jobs[0]["specification"] | {"attacks": None}
+        spec = specification_of(stated, jobs[0]["released"])
         data.setdefault("setting", spec.settings[0])
         if "reconstructions" in data and data["setting"] == "b":
             raise PrivlabError(
-                f"{file}: setting b is scored against the shuffled image, which nobody else has. Give its [scores]."
+                f"{path}: setting b is scored against the shuffled image, which nobody else has. Give its [scores]."
             )
         cells = frozenset(cell for job in jobs for cell in job["cells"].values())
         metrics = [name for name in spec.metrics if name not in facts["missing_metrics"]]
-        return cls(file, data, spec, cells, metrics)
+        return cls(path, data, spec, cells, metrics)
 
     def row(self, scores: Mapping[str, float | None], **more: Any) -> Record:  # noqa: ANN401
         """Return a record; weights, labels and devices of results from elsewhere are not known, and stay null."""
@@ -134,42 +135,38 @@ class _Stated:
         return row | {"cell": cell_key(row)}
 
 
-def _check(file: Path, data: Mapping[str, Any]) -> None:
+def _check(file: TomlFile) -> None:
     """Check that the file has a reference, a case, an attack, and scores or images, and that their values fit.
 
     Raises:
         PrivlabError: if anything is missing, unknown, or out of range.
     """
-    for name, value in data.items():
-        if name not in _KEYS:
-            raise PrivlabError(f"{file}: {unknown_name('key', name, _KEYS)}")
-        wanted, said = (dict, "a table of METRIC = NUMBER") if name == "scores" else (str, "a text")
-        if not isinstance(value, wanted) or not value:
-            raise PrivlabError(f"{file}: {name} must be {said}. Found {value!r}.")
-    if lacking := [name for name in _NEEDED_KEYS if name not in data]:
-        raise PrivlabError(f"{file} does not state {lacking[0]}. Give {', '.join(_NEEDED_KEYS)}.")
-    pictures = "reconstructions" in data
-    if pictures == ("scores" in data) or pictures != ("images" in data):
-        found = [name for name in _KEYS if name in data and name not in (*_NEEDED_KEYS, "setting")]
+    data = file.data
+    if lacking := [name for name in _NEEDED if not data.get(name)]:
+        raise PrivlabError(f"{file.path} does not state {lacking[0]}. Give {', '.join(_NEEDED)}.")
+    found = [name for name in _MEASURED if name in data]
+    if found not in (["scores"], ["reconstructions", "images"]):
         raise PrivlabError(
-            f"{file} must hold [scores], or reconstructions with images. Found {', '.join(found) or 'none of them'}."
+            f"{file.path} must hold [scores], or reconstructions with images. Found "
+            f"{', '.join(found) or 'none of them'}."
         )
-    if data["attack"].startswith(CONTROL) or data["attack"] in _RESERVED:
-        raise PrivlabError(f"{file}: '{data['attack']}' is a name of ours. Give the attack another name.")
-    if data.get("setting", "a") not in SETTINGS:
-        raise PrivlabError(f"{file}: {unknown_name('setting', data['setting'], SETTINGS)}")
+    with file.at("", 0, "attack"):
+        if data["attack"].startswith(CONTROL) or data["attack"] in _RESERVED:
+            raise PrivlabError(f"'{data['attack']}' is a name of ours. Give the attack another name.")
+    with file.at("", 0, "setting"):
+        check_name("setting", data.get("setting", "a"), SETTINGS)
     for name, value in data.get("scores", {}).items():
-        _check_score(file, name, value)
+        with file.at("scores", 0, name):
+            check_score(name, value)
 
 
-def _check_score(file: Path, name: str, value: object) -> None:
-    if name not in KNOWN:
-        raise PrivlabError(f"{file}: {unknown_name('metric', name, KNOWN)}")
+def check_score(name: str, value: object) -> None:
+    """Refuse an unknown metric, or a value that it cannot have."""
+    check_name("metric", name, KNOWN)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise PrivlabError(f"{file}: {name} must be a number. Found {value!r}.")
+        raise PrivlabError(f"{name} must be a number. Found {value!r}.")
     low, high = KNOWN[name].range
-    if not low <= value <= high:
-        raise PrivlabError(f"{file}: {name} must be in [{low:g}, {high:g}]. Found {value:g}.")
+    check_range(low <= value <= high, name, f"in [{low:g}, {high:g}]", f"{value:g}")
 
 
 def _scored(stated: _Stated, run: RunDirectory) -> list[Record]:
@@ -177,7 +174,7 @@ def _scored(stated: _Stated, run: RunDirectory) -> list[Record]:
 
     PNGs are kept of images of which the run has some already.
     """
-    folder, images = stated.file.parent, stated.given["images"]
+    folder, images = stated.path.parent, stated.given["images"]
     theirs = _by_stem(folder / stated.given["reconstructions"])
     private = _by_stem(images if images == "samples" else folder / images)
     params = _victim_params(stated, run)
@@ -186,7 +183,7 @@ def _scored(stated: _Stated, run: RunDirectory) -> list[Record]:
     metrics = [name for name in stated.metrics if METRICS[name].function is not None or name in learned]
     if not theirs.keys() & private.keys():
         raise PrivlabError(
-            f"{stated.file}: no reconstruction has the name of a private image. Found '{next(iter(theirs))}' … and "
+            f"{stated.path}: no reconstruction has the name of a private image. Found '{next(iter(theirs))}' … and "
             f"'{next(iter(private))}' …."
         )
 
@@ -198,11 +195,16 @@ def _scored(stated: _Stated, run: RunDirectory) -> list[Record]:
     for stem, read in private.items():
         image = read()
         made = theirs[stem]() if stem in theirs else NamedImage("", "", None, problem=_NO_RECONSTRUCTION)
-        reason = image.problem or made.problem or _of_other_size(made, cut)
+        reason = image.problem or made.problem
         if reason is not None or image.pixels is None or made.pixels is None:
             rows.append(row(image, {}, status="failed", reason=reason))
             continue
-        found = to_tensor(made.pixels)
+        found, (height, width) = to_tensor(made.pixels), cut.size
+        if found.shape[1:] != (height, width):
+            size = f"{found.shape[2]}×{found.shape[1]}"
+            reason = f"The reconstruction has {size} pixels; the victim takes {width}×{height}."
+            rows.append(row(image, {}, status="failed", reason=reason))
+            continue
         values = score_images(found[None], cut(image.pixels)[None], metrics, learned)
         scores = {name: value for name, (value,) in values.items()}
         rows.append(row(image, {name: scores[name] for name in metrics}, levels_wrong=scores["levels_wrong"]))
@@ -226,23 +228,13 @@ def _by_stem(source: str | Path) -> dict[str, Callable[[], NamedImage]]:
     return found
 
 
-def _of_other_size(image: NamedImage, cut: Preprocessing) -> str | None:
-    """Return why a reconstruction cannot be compared: its size is not that of the victim's input."""
-    height, width = cut.size
-    if not isinstance(image.pixels, Image.Image) or image.pixels.size == (width, height):
-        return None
-    return (
-        f"The reconstruction has {image.pixels.width}×{image.pixels.height} pixels; the victim takes {width}×{height}."
-    )
-
-
 def _victim_params(stated: _Stated, run: RunDirectory) -> str:
     """Return what the records of the case say of its victim."""
     table = run.store.read(["cell", "victim_params"])
     own = table.filter(pc.field("cell").cast(pa.string()).isin(sorted(stated.cells)))
     if not len(own):
         raise PrivlabError(
-            f"{stated.file}: case '{stated.given['case']}' has no records yet, which say how large its images are. Run "
+            f"{stated.path}: case '{stated.given['case']}' has no records yet, which say how large its images are. Run "
             "`privlab table` first."
         )
     return own["victim_params"][0].as_py()
@@ -287,16 +279,11 @@ def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
         elif row["status"] == "ok":
             names = str(row["metrics"]).split()
             for name in names:
-                _check_same(row, name, old[name])
+                if row[name] is not None and differs(old[name], row[name]):
+                    of = f" of {row['image']}" if row["image"] else ""
+                    raise PrivlabError(
+                        f"{row['attack']} ({row['external']}): {name}{of} is {old[name]:g} in the store. Found "
+                        f"{row[name]:g}: give a reference of its own."
+                    )
             if not set(names) <= set(old["metrics"].split()):
                 yield row
-
-
-def _check_same(row: Record, name: str, old: float) -> None:
-    if row[name] is None or not differs(old, row[name]):
-        return
-    of = f" of {row['image']}" if row["image"] else ""
-    raise PrivlabError(
-        f"{row['attack']} ({row['external']}): {name}{of} is {old:g} in the store. Found {row[name]:g}: give a "
-        "reference of its own."
-    )

@@ -1,7 +1,7 @@
 """Fills the store of an experiment: lays the grid out, finds what the store lacks, and runs it."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,84 +10,95 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from privlab.base import PrivlabError, commit, hardware, pick_device, versions
-from privlab.evaluation import CONTROLS
 from privlab.grids.definition import Experiment
+from privlab.grids.engine import Engine
 from privlab.grids.engines import run_tasks
-from privlab.grids.plan import Grid, Options, lay_out, missing
-from privlab.grids.tasks import Result, Task, joined, run_task
+from privlab.grids.plan import Grid, lay_out, missing
+from privlab.grids.tasks import Options, Result, Task, joined, run_task
 from privlab.stores import RunDirectory
+from privlab.victims import Victim
 
 TaskProgress = Callable[[int, int, Result | None], None]
 """It is called with (images done, images in all, last result)."""
 
 
-def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid, list[Task]]:
-    """Return the grid of an experiment, and the tasks of what the store at `path` lacks; nothing is run.
+def prepare(
+    experiment: Experiment, path: Path, options: Options, own: nn.Module | Victim | None = None
+) -> tuple[Grid, list[Task]]:
+    """Return the grid of an experiment, and the tasks of what its run directory lacks, for `fill`; nothing is run.
 
     Args:
-        experiment: the cases, as `read_experiment` returns them.
+        experiment: the cases.
         path: the run directory, which need not exist yet.
         options: the device, the size of a task, the share of this machine, and what is kept.
+        own: a timm model, or a victim, that is attacked instead of those that the cases name.
 
     Raises:
-        PrivlabError: if a part of the experiment does not exist or does not fit.
+        PrivlabError: if a part of the experiment does not exist or does not fit, or the directory holds something else.
     """
-    grid = lay_out(experiment, pick_device(options.device), begun=RunDirectory(path).begun())
+    run = RunDirectory(path)
+    begun = {} if options.overwrite else run.begun()
+    grid = lay_out(experiment, pick_device(options.device), own, begun=begun)
+    run.check(overwrite=options.overwrite, resume=not options.overwrite)
     return grid, missing(grid, path, options)
 
 
 def fill(
     grid: Grid,
     tasks: Sequence[Task],
-    run: RunDirectory,
+    path: Path,
     options: Options,
     *,
     command: str | None = None,
     stated: Mapping[str, Any] = MappingProxyType({}),
+    known: Sequence[str] = (),
     say: Callable[[str], object] = lambda line: None,
     warn: Callable[[str], object] = lambda message: None,
     progress: TaskProgress = lambda done, total, last: None,
-) -> tuple[str, ...]:
-    """Run the tasks, write the records and files of each as soon as it is finished, and return the warnings.
+) -> None:
+    """Run the tasks, and write the records and files of each as soon as it is finished.
 
     Args:
         grid: the experiment that `run.json` states, and the image lists that the manifests state.
         tasks: those that `prepare` found to be missing; if there are none, a finished run is left as it is.
-        run: the run directory; records are added to those of an earlier run.
+        path: the run directory; records are added to those of an earlier run.
         options: the engine, and the device and workers that `run.json` states.
         command: the command line, for `run.json`.
         stated: what `run.json` states besides; a run of `privlab attack` has a "specification" and "victims", and only
             one that states the same goes on.
+        known: the warnings so far, which come first.
         say: called with each message for the user, such as that a worker has died.
         warn: called with each warning as soon as it is known; those of an earlier part of the run come first.
         progress: called with (images done, images in all, last result); once before the first result, with None.
 
     Raises:
-        PrivlabError: if `run` holds a run of another kind, or of another specification; if it cannot be written, or a
-            task not be run. What was finished is kept.
+        PrivlabError: if the directory holds a run of another kind, or of another specification; if it cannot be
+            written, or a task not be run. What was finished is kept.
     """
-    manifests = grid.manifests(run.path)
-    messages, facts = list(grid.messages), {**stated, **grid.facts()}
-    earlier = run.begun()
-    known = json.loads(json.dumps(facts))
-    if earlier and any(earlier.get(name) != known.get(name) for name in ("specification", "victims")):
+    manifests, tasks = grid.manifests(path, overwrite=options.overwrite), joined(tasks)
+    run = RunDirectory.create(path, overwrite=options.overwrite, resume=not options.overwrite)
+    messages, facts = [*dict.fromkeys([*known, *grid.messages])], {**stated, **grid.facts()}
+    earlier, now = run.begun(), json.loads(json.dumps(facts))
+    if earlier and any(earlier.get(name) != now.get(name) for name in ("specification", "victims")):
         table = "holds a run of privlab attack. Give another --out."
         attack = "holds another run. Use --overwrite, or another --out."
-        raise PrivlabError(f"'{run.path}' {attack if stated else table}")
-    if earlier.get("cases") == known["cases"]:  # the same experiment: its earlier warnings still hold
+        raise PrivlabError(f"'{path}' {attack if stated else table}")
+    if earlier.get("cases") == now["cases"]:  # the same experiment: its earlier warnings still hold
         messages += [message for message in earlier["warnings"] if message not in messages]
-        if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
-            return tuple(messages)
     for message in messages:
         warn(message)
-    facts |= machine_facts(command, pick_device(options.device))
-    facts |= {"engine": options.engine.name, "workers": options.engine.workers}
-    tasks = joined(tasks)
-    with run.noted(facts, messages), closing(run_tasks(tasks, options.engine, say)) as results:
+    if not tasks and earlier.get("status") == "finished" and earlier | now == earlier:
+        return
+    engine = options.engine or Engine(workers=max(1, min(torch.get_num_threads(), len(tasks))))
+    facts |= machine_facts(command, pick_device(options.device)) | {"engine": engine.name, "workers": engine.workers}
+    total, done = sum(len(task.images) for task in tasks), 0
+    with run.noted(facts, messages), closing(run_tasks(tasks, engine, say)) as results:
         run.write_manifests(manifests)  # after run.json, by which another process knows that the directory is a run's
-        for result in told(results, tasks, progress):
+        progress(done, total, None)
+        for result in results:
             for name, content in result.files.items():  # before its record, which says that its image files exist
                 run.write_file(name, content)
             run.store.add(result.rows)
@@ -95,23 +106,8 @@ def fill(
                 if message not in messages:
                     messages.append(message)
                     warn(message)
-    return tuple(messages)
-
-
-def told(results: Iterable[Result], tasks: Sequence[Task], progress: TaskProgress) -> Iterator[Result]:
-    """Yield the results of tasks, and tell of each as soon as its caller has dealt with it.
-
-    Args:
-        results: as they come.
-        tasks: all that are run.
-        progress: called with (images done, images in all, last result); once before the first result, with None.
-    """
-    total, done = sum(len(task.images) for task in tasks), 0
-    progress(done, total, None)
-    for result in results:
-        yield result
-        done += len(result.task.images)
-        progress(done, total, result)
+            done += len(result.task.images)
+            progress(done, total, result)
 
 
 def machine_facts(command: str | None, device: torch.device) -> dict[str, Any]:
@@ -142,17 +138,17 @@ def costs(grid: Grid, tasks: Sequence[Task], *, measure: bool = False) -> list[d
             seconds[kind] = run_task(one).seconds / len(one.images)
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(grid.experiment.cases):
-        job = next(job for job in grid.jobs if job.case == number)
+        whole = next(task for task in grid.tasks if task.case == number)
         own = [task for task in tasks if task.case == number]
         waiting = {image for task in own for image in task.images}
         rows.append(
             {
                 "group": case.group,
                 "label": case.label,
-                "attacks": [name for name in job.cells if name not in CONTROLS],
-                "refused": dict(job.refused),
-                "images": len(job.images),
-                "done": len(job.images) - len(waiting),
+                "attacks": list(whole.attacks),
+                "refused": dict(whole.refused),
+                "images": len(whole.images),
+                "done": len(whole.images) - len(waiting),
                 "seconds": round(sum(seconds[_kind_of(task)] * len(task.images) for task in own), 1)
                 if measure
                 else None,

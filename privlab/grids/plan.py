@@ -3,185 +3,107 @@
 This is where a killed run goes on: what it has is read from its records, and `missing` plans the rest.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from itertools import groupby
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from privlab.base import PrivlabError, collect_warnings, warn
-from privlab.evaluation import CONTROLS, Specification, batch_key, name_of, source_of, subject_of
+from privlab.evaluation import Specification, name_of, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment, name_lpips
-from privlab.grids.engine import Engine
-from privlab.grids.tasks import Reference, Task, references
+from privlab.grids.tasks import Options, Reference, Task, references
 from privlab.images import ImageSource, to_csv
 from privlab.metrics import Embedding, Learned, Lpips
 from privlab.stores import Store, part_frame
 from privlab.threat import attack_declarations
-from privlab.victims import Victim
-
-if TYPE_CHECKING:
-    import pandas as pd  # only a run that goes on needs it
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One specification of a case in one setting, with the key of the cell of each attack and control, and its images.
-
-    `metrics` are those that can be computed here. `one_key` names the attacks that read the releases of all images as
-    one.
-    """
-
-    case: int
-    spec: Specification
-    setting: str
-    first: bool
-    cells: Mapping[str, str]
-    refused: Mapping[str, str]
-    images: tuple[Reference, ...]
-    metrics: tuple[str, ...]
-    one_key: frozenset[str] = frozenset()
-
-    @cached_property
-    def batches(self) -> tuple[str, ...] | None:
-        """Return the key of the client's batch of each image; None where images are not released together."""
-        if (size := self.spec.together) is None:
-            return None
-        chunks = [self.images[i : i + size] for i in range(0, len(self.images), size)]
-        keys = [batch_key(image.sha256 for image in chunk) for chunk in chunks]
-        return tuple(keys[place // size] for place in range(len(self.images)))
+from privlab.victims import Victim, victim
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """An experiment laid out on this machine. `missing` says why a metric cannot be computed here.
+    """An experiment laid out on this machine: a task with all images for each specification and setting of a case.
 
-    `learned` states the file and hash of each metric's trained weights. `own` is a victim that is attacked instead of
-    those that the experiment names.
+    `missing` says why a metric cannot be computed here, and `learned` states the file and hash of each metric's trained
+    weights.
     """
 
     experiment: Experiment
-    jobs: tuple[Job, ...]
+    tasks: tuple[Task, ...]
     sources: tuple[str, ...]
     missing: Mapping[str, str]
     messages: tuple[str, ...]
     learned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    own: Victim | None = None
 
     @cached_property
     def image_lists(self) -> dict[tuple[Reference, ...], str]:
         """Return the name of each list of images; cases may have different ones."""
-        return {images: str(i) for i, images in enumerate(dict.fromkeys(job.images for job in self.jobs))}
+        return {images: str(i) for i, images in enumerate(dict.fromkeys(task.images for task in self.tasks))}
 
-    def manifests(self, path: Path) -> dict[str, str]:
+    def manifests(self, path: Path, *, overwrite: bool = False) -> dict[str, str]:
         """Return the text of the manifest of each list of images, by the name of its file in the run directory `path`.
 
         Raises:
-            PrivlabError: if the manifest that chose the images lies there under another name, and would be replaced.
+            PrivlabError: if the manifest that chose the images is in `path` and would be replaced.
         """
         names = {
             images: "manifest.csv" if name == "0" else f"manifest-{name}.csv"
             for images, name in self.image_lists.items()
         }
-        for job in self.jobs:
-            given = None if job.spec.manifest is None else Path(job.spec.manifest).resolve()
-            if given is not None and given.parent == path.resolve() and given.name != names[job.images]:
-                raise PrivlabError(f"'{job.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
+        for task in self.tasks:
+            given = None if task.spec.manifest is None else Path(task.spec.manifest).resolve()
+            replaced = overwrite or (given is not None and given.name != names[task.images])
+            if given is not None and given.parent == path.resolve() and replaced:
+                raise PrivlabError(f"'{task.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
         return {name: to_csv(images) for images, name in names.items()}
 
     def facts(self) -> dict[str, Any]:
         """Return what `run.json` states of the experiment, from which its tables are rebuilt."""
-        lists, by_case = self.image_lists, groupby(self.jobs, key=lambda job: job.case)
-        experiment = asdict(replace(self.experiment, cases=()))
+        lists, experiment = self.image_lists, asdict(replace(self.experiment, cases=()))
         del experiment["cases"]
         cases: list[dict[str, Any]] = []
-        for case, (_, of_case) in zip(self.experiment.cases, by_case, strict=True):
-            jobs = list(of_case)
-            cases.append(
+        for number, case in enumerate(self.experiment.cases):
+            tasks = [task for task in self.tasks if task.case == number]
+            jobs = [
                 {
-                    "label": case.label,
-                    "group": case.group,
-                    "options": dict(case.options),
-                    "published": dict(case.published),
-                    "refused": dict(jobs[0].refused),
-                    "jobs": [
-                        {
-                            "specification": replace(job.spec, settings=(job.setting,)).stated(),
-                            "released": job.spec.released,
-                            "cells": dict(job.cells),
-                            "images": lists[job.images],
-                        }
-                        for job in jobs
-                    ],
+                    "specification": replace(task.spec, settings=task.settings).stated(),
+                    "released": task.spec.released,
+                    "cells": dict(task.cells),
+                    "images": lists[task.images],
                 }
-            )
-        keys = {name: [image.sha256 or image.name for image in images] for images, name in lists.items()}
+                for task in tasks
+            ]
+            about = {name: getattr(case, name) for name in ("label", "group")}
+            about |= {"options": dict(case.options), "published": dict(case.published)}
+            cases.append(about | {"refused": dict(tasks[0].refused), "jobs": jobs})
+        keys = {name: [image.key for image in images] for images, name in lists.items()}
+        members = {
+            name: {image.key: image.member for image in images if image.member is not None}
+            for images, name in lists.items()
+        }
         return {
             "experiment": experiment,
             "cases": cases,
             "image_lists": keys,
-            "members": {
-                name: {
-                    key: image.member for key, image in zip(keys[name], images, strict=True) if image.member is not None
-                }
-                for images, name in lists.items()
-            },
+            "members": members,
             "images": {"source": "; ".join(self.sources), "count": len({key for of in keys.values() for key in of})},
             "learned_metrics": dict(self.learned),
             "missing_metrics": dict(self.missing),
         }
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a grid that one of `count` machines runs: every `count`-th image or client's batch."""
-
-    number: int = 1
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if not 1 <= self.number <= self.count:
-            raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {self.number}/{self.count}.")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options that change the speed of a run, or what it keeps, but none of its results.
-
-    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images, and strips of the first
-    `strips`. `keep` says whether reconstructions are kept, so that metrics that are added later can be scored.
-    """
-
-    engine: Engine = field(default_factory=Engine)
-    device: str = "auto"
-    batch_size: int | None = None
-    chunk: int = 16
-    pictures: int = 100
-    strips: int = 0
-    keep: bool = False
-    share: Share = field(default_factory=Share)
-    retry_failed: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name in ("chunk", "batch_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise PrivlabError(f"--{name.replace('_', '-')} must be a positive number. Found {value}.")
-
-
 def lay_out(
     experiment: Experiment,
     device: torch.device,
-    own: Victim | None = None,
+    own: nn.Module | Victim | None = None,
     *,
     begun: Mapping[str, Any] = MappingProxyType({}),
 ) -> Grid:
@@ -190,7 +112,7 @@ def lay_out(
     Args:
         experiment: the cases.
         device: where victims and attacks are put.
-        own: a victim that is attacked instead of those that the cases name.
+        own: a timm model, or a victim, that is attacked instead of those that the cases name.
         begun: what `run.json` states of the run so far, whose network of LPIPS is kept.
 
     Raises:
@@ -202,11 +124,12 @@ def lay_out(
     learned: dict[str, dict[str, str]] = {}
     found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
     looked_for: dict[tuple[object, ...], tuple[Mapping[str, Learned], Mapping[str, str]]] = {}
-    jobs: list[Job] = []
+    tasks: list[Task] = []
     with collect_warnings(messages):
+        mine = own_victim(own, experiment.cases[0].runs[0], device)
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
             for spec in case.runs:
-                subject = subject_of(spec, device, own)
+                subject = subject_of(spec, device, mine)
                 setting = case.setting or spec.settings[0]
                 chosen = (spec.images, spec.limit, spec.every, spec.offset, spec.manifest, spec.split, spec.labels)
                 at = (*chosen, spec.bit_depth, subject.base.model.vit.num_classes)
@@ -223,31 +146,47 @@ def lay_out(
                     for name, metric in metrics.items()
                     if isinstance(metric, Lpips | Embedding)
                 }
-                job = Job(
+                attacks = [attack for group in subject.groups for attack in group.attacks]
+                task = Task(
                     number,
                     spec,
-                    setting,
-                    spec is case.runs[0],
-                    subject.rows(spec).cells(setting, subject.groups),
-                    subject.refused,
+                    (setting,),
                     found[at][1],
+                    subject.rows(spec).cells(setting, subject.groups),
                     tuple(name for name in spec.metrics if name not in lacking),
-                    frozenset(a.name for g in subject.groups for a in g.attacks if attack_declarations(a).one_key),
+                    subject.refused,
+                    first=spec is case.runs[0],
+                    one_key=frozenset(attack.name for attack in attacks if attack_declarations(attack).one_key),
+                    own=mine,
                 )
-                jobs.append(job)
-    jobs.sort(key=lambda job: job.case)
-    _check_attacks(jobs)
+                tasks.append(task)
+    tasks.sort(key=lambda task: task.case)
+    _check_attacks(tasks)
     sources = tuple(dict.fromkeys(source.description for source, _ in found.values()))
     messages += [f"{name} is n/a: {reason}" for name, reason in unavailable.items()]
-    return Grid(experiment, tuple(jobs), sources, unavailable, tuple(messages), learned, own)
+    return Grid(experiment, tuple(tasks), sources, unavailable, tuple(messages), learned)
 
 
-def _check_attacks(jobs: Sequence[Job]) -> None:
+def own_victim(own: nn.Module | Victim | None, spec: Specification, device: torch.device) -> Victim | None:
+    """Return a victim that is given as an object, on the device; None where there is none.
+
+    Args:
+        own: a model, which is copied, or a victim.
+        spec: states the weights, size, seed and classes of a model.
+        device: where the victim is put.
+    """
+    if own is None or isinstance(own, Victim):
+        return own and own.to(device)
+    given = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes")}
+    return victim(own, **given).to(device)
+
+
+def _check_attacks(tasks: Sequence[Task]) -> None:
     """Refuse an attack that can run on no case: that is a mistake, while it may well be refused on some cases."""
-    everywhere = set.intersection(*(set(job.refused) for job in jobs))
-    named = [name for name in map(name_of, jobs[0].spec.attacks or ()) if name in everywhere]
+    everywhere = set.intersection(*(set(task.refused) for task in tasks))
+    named = [name for name in map(name_of, tasks[0].spec.attacks or ()) if name in everywhere]
     if named:
-        raise PrivlabError(f"'{named[0]}' can run on no case: {jobs[0].refused[named[0]]}")
+        raise PrivlabError(f"'{named[0]}' can run on no case: {tasks[0].refused[named[0]]}")
 
 
 def _victim(spec: Specification) -> tuple[str, ...]:
@@ -267,83 +206,119 @@ def missing(grid: Grid, path: Path, options: Options) -> list[Task]:
             what is kept. Where images are released together, a task has whole batches, at least one. Attacks that read
             all releases under one key get all images in one task, unless there is a batch_size.
     """
-    metrics = sorted({name for job in grid.jobs for name in job.metrics})
-    measured: dict[tuple[int, str], np.ndarray] = {}
+    measured: dict[tuple[str, str, str | None], tuple[str, int]] = {}
+    failed: set[tuple[str, str]] = set()
     kept: dict[str, str] = {}
-    if any(path.glob("records/*")):
-        measured = _measured(Store(path), grid, metrics, retry_failed=options.retry_failed)
+    if not options.overwrite and any(path.glob("records/*")):
+        measured, failed = _measured(Store(path))
         kept = _kept(path)
-    tasks: list[Task] = []
-    planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may share cells: setting a of all γ
-    for number, job in enumerate(grid.jobs):
-        none = np.zeros(len(job.images), np.int64)
-        done = np.stack([measured.get((number, cell), none) for cell in job.cells.values()])
-        attacks = np.array([name not in CONTROLS for name in job.cells])
-        if attacks.any():  # an image that could not be read has no controls
-            done[~attacks] |= np.where((done[attacks] == -1).all(0), -1, 0)
-        wanted = _bits(job.metrics, metrics)
-        for row, cell in enumerate(job.cells.values()):
-            before = planned.get((cell, job.images), 0)
-            done[row] |= before
-            planned[cell, job.images] = before | wanted
-        tasks += _tasks(grid, job, wanted & ~done, metrics, kept, options)
-    return sorted(tasks, key=lambda task: _victim(task.spec))
+    if options.retry_failed:
+        failed = set()
+    names_in = cache(lambda text: frozenset(text.split()))
+
+    def held(task: Task, image: Reference, name: str) -> frozenset[str] | None:
+        """Return the metrics that the store has of a cell and an image; None if the image failed."""
+        cell, batch = task.cells[name], None if task.batches is None else task.batches[image.key]
+        found = measured.get((cell, image.key, batch)) or measured.get((cell, image.key, None))
+        if found is None:
+            return None if (cell, image.key) in failed else frozenset()
+        text, label = found
+        _check_label(task, image, label)
+        return names_in(text)
+
+    planned: dict[tuple[str, tuple[Reference, ...]], frozenset[str]] = {}  # cases may share cells: setting a of all γ
+    parts: list[Task] = []
+    for task in grid.tasks:
+        wanted: dict[str, frozenset[str]] = {}
+        for name, cell in task.cells.items():
+            before = planned.get((cell, task.images), frozenset())
+            wanted[name] = frozenset(task.metrics) - before
+            planned[cell, task.images] = before.union(task.metrics)
+        lacking: list[dict[str, frozenset[str]]] = []
+        for image in task.images:
+            found = {name: held(task, image, name) for name in task.cells}
+            if task.attacks and all(found[name] is None for name in task.attacks):
+                found = dict.fromkeys(found)  # an image that could not be read has no controls
+            lacking.append(
+                {name: wanted[name] - has if has is not None else frozenset() for name, has in found.items()}
+            )
+        how = options if task.first else replace(options, strips=0)
+        parts += _parts(replace(task, options=how), lacking, kept)
+    return sorted(parts, key=lambda task: _victim(task.spec))
 
 
-def _bits(names: Sequence[str], metrics: Sequence[str]) -> int:
-    """Return the metrics of these names as bits, by their places in `metrics`; other names have no bit."""
-    return sum(1 << place for place, name in enumerate(metrics) if name in names)
+def _measured(
+    store: Store,
+) -> tuple[dict[tuple[str, str, str | None], tuple[str, int]], set[tuple[str, str]]]:
+    """Return the metrics and the label of each cell, image and client's batch with scores, and what failed.
+
+    The same image in another batch is another release; controls have no batch. No label is −1.
+    """
+    names = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin", "label"]
+    table = store.read(names)
+    rows = part_frame(table.filter(pc.equal(table["geometry"].cast("string"), "in_place")))
+    labels = rows.label.where(rows.label_origin != "predicted").fillna(-1).astype("int64")
+    batches = rows.batch.astype(object).where(rows.batch.notna(), None)
+    columns = (rows.cell, rows.image_id, batches, rows.status, rows.metrics.fillna(""), labels)
+    measured: dict[tuple[str, str, str | None], tuple[str, int]] = {}
+    failed: set[tuple[str, str]] = set()
+    same: dict[str, str] = {}  # equal texts are kept once, since there may be a million rows
+    for cell, image, batch, status, metrics, label in zip(*columns, strict=True):
+        cell, image = same.setdefault(cell, cell), same.setdefault(image, image)
+        if status != "ok":
+            failed.add((cell, image))
+            continue
+        before = measured.get((cell, image, batch))  # metrics may have been added later
+        measured[cell, image, batch] = metrics if before is None else f"{before[0]} {metrics}", label
+    return measured, failed
 
 
-def _tasks(
-    grid: Grid,
-    job: Job,
-    lacking: np.ndarray,
-    metrics: Sequence[str],
-    kept: Mapping[str, str],
-    options: Options,
-) -> Iterator[Task]:
-    """Yield the tasks of one job; images that lack the same cells and metrics (the bits of `lacking`) share tasks."""
-    count, unit = len(job.images), job.spec.together or 1
-    alone = job.one_key if options.batch_size is None and unit == 1 else frozenset[str]()
+def _check_label(task: Task, image: Reference, label: int) -> None:
+    """Refuse an image that was measured with another label than it has now; −1 is none (the victim's prediction).
+
+    The key of a cell does not name labels, so that an image that is added later leaves the other images as they are.
+    """
+    own = -1 if image.label is None else image.label
+    if label != own and task.spec.labels != "predicted":
+        there, now = ("none" if value < 0 else str(value) for value in (label, own))
+        raise PrivlabError(
+            f"The label of '{image.name}' is {now}, and {there} in the records of this --out. "
+            "Give another --out, or the label that it had."
+        )
+
+
+def _parts(task: Task, lacking: Sequence[Mapping[str, frozenset[str]]], kept: Mapping[str, str]) -> Iterator[Task]:
+    """Yield the parts of a task; images that lack the same metrics of the same cells share parts."""
+    options, unit = task.options, task.spec.together or 1
+    number, count = options.share
+    alone = task.one_key if options.batch_size is None and unit == 1 else frozenset[str]()
     for whole in (False, True) if alone else (False,):
-        names = [name for name in job.cells if (name in alone) == whole]
-        bits_of = lacking[[(name in alone) == whole for name in job.cells]]
-        turn = np.arange(count) // (count if whole else unit) % options.share.count
-        bits_of[:, turn != options.share.number - 1] = 0
-        # A client's batch is drawn for, and attacked, as one.
-        of_batches = np.bitwise_or.reduceat(bits_of, np.arange(0, count, unit), axis=1)
-        patterns, which = np.unique(of_batches.repeat(unit, axis=1)[:, :count], axis=1, return_inverse=True)
-        size = count if whole else max(1, options.chunk // unit) * unit
-        for i, pattern in enumerate(patterns.T.tolist()):
-            images = [job.images[place] for place in np.flatnonzero(which.reshape(-1) == i)]
-            for bits in sorted({*pattern} - {0}, reverse=True):
-                lack = [name for name, own in zip(names, pattern, strict=True) if own == bits]
-                attacks = tuple(name for name in lack if name not in CONTROLS)
+        names = [name for name in task.cells if (name in alone) == whole]
+        groups: dict[tuple[frozenset[str], ...], list[Reference]] = defaultdict(list)
+        for turn, start in enumerate(range(0, len(task.images), unit)):
+            if (0 if whole else turn) % count == number - 1:  # a client's batch is drawn for, and attacked, as one
+                batch = lacking[start : start + unit]
+                pattern = tuple(frozenset[str]().union(*(of_image[name] for of_image in batch)) for name in names)
+                groups[pattern] += task.images[start : start + unit]
+        for pattern, images in sorted(groups.items(), key=lambda group: [_order(lack) for lack in group[0]]):
+            size = len(images) if whole else max(1, options.chunk // unit) * unit
+            how = replace(options, batch_size=size) if whole else options
+            for metrics in sorted({*pattern} - {frozenset()}, key=_order, reverse=True):
+                cells = {name: task.cells[name] for name, own in zip(names, pattern, strict=True) if own == metrics}
+                some = tuple(name for name in task.metrics if name in metrics)
                 for start in range(0, len(images), size):
                     chunk = tuple(images[start : start + size])
-                    again = bits != _bits(job.metrics, metrics)
-                    yield Task(
-                        job.case,
-                        job.spec,
-                        (job.setting,),
-                        chunk,
-                        attacks,
-                        tuple(name for name in job.metrics if bits >> metrics.index(name) & 1),
-                        controls=len(attacks) < len(lack),
-                        device=options.device,
-                        batch_size=len(chunk) if whole else options.batch_size,
-                        pictures=options.pictures,
-                        strips=options.strips if job.first else 0,
-                        keep=options.keep,
-                        kept=_files(job, attacks, chunk, kept) if again else (),
-                        own=grid.own,
-                    )
+                    part = replace(task, images=chunk, cells=cells, metrics=some, options=how)
+                    yield part if some == task.metrics else replace(part, kept=_files(part, kept))
 
 
-def _files(job: Job, attacks: Sequence[str], images: Sequence[Reference], kept: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the files with the reconstructions of all these images by all these attacks; none if one is missing."""
-    keys = [f"{job.cells[attack]}/{image.sha256}" for attack in attacks for image in images]
+def _order(metrics: frozenset[str]) -> list[str]:
+    return sorted(metrics, reverse=True)
+
+
+def _files(task: Task, kept: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the files with the reconstructions of all images by all attacks of a task; none if one is missing."""
+    keys = [f"{task.cells[attack]}/{image.sha256}" for attack in task.attacks for image in task.images]
     return tuple(sorted({kept[key] for key in keys})) if all(key in kept for key in keys) else ()
 
 
@@ -359,62 +334,3 @@ def _kept(path: Path) -> dict[str, str]:
             continue
         found |= {name.removesuffix("/images"): str(file) for name in names if name.endswith("/images")}
     return found
-
-
-def _check_labels(job: Job, places: np.ndarray, labels: np.ndarray) -> None:
-    """Refuse images that were measured with other labels than they have now; −1 is no label (the victim's prediction).
-
-    The key of a cell does not name labels, so that an image that is added later leaves the other images as they are.
-    """
-    if job.spec.labels == "predicted":
-        return
-    own = np.array([-1 if image.label is None else image.label for image in job.images])
-    for i in np.flatnonzero(own[places] != labels)[:1]:
-        there, now = ("none" if label < 0 else str(label) for label in (labels[i], own[places[i]]))
-        raise PrivlabError(
-            f"The label of '{job.images[places[i]].name}' is {now}, and {there} in the records of this --out. "
-            "Give another --out, or the label that it had."
-        )
-
-
-_FAILED = 1 << 62  # the bit of an image that failed
-
-
-def _measured(
-    store: Store, grid: Grid, metrics: Sequence[str], *, retry_failed: bool
-) -> dict[tuple[int, str], np.ndarray]:
-    """Return which metrics a store holds of each image, as bits, by the number of the job and the cell.
-
-    An image that failed counts as measured by all metrics (−1), unless a later row has scores of it.
-    """
-    names = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin", "label"]
-    table = store.read(names)
-    rows = part_frame(table.filter(pc.equal(table["geometry"].cast("string"), "in_place")))
-    rows["failed"] = rows.status != "ok"
-    bits = {text: _bits(text.split(), metrics) for text in rows.metrics.dropna().unique()}
-    rows["bits"] = rows.metrics.map(bits).fillna(0).astype("int64")
-    rows.loc[rows.failed, "bits"] = 0 if retry_failed else _FAILED
-    rows["label"] = rows.label.where(rows.label_origin != "predicted").fillna(-1).astype("int64")
-    by_cell = dict(iter(rows.groupby("cell")))
-    places: dict[int, dict[str, int]] = {}
-    found: dict[tuple[int, str], np.ndarray] = {}
-    for number, job in enumerate(grid.jobs):
-        if id(job.images) not in places:  # jobs share their images, of which there may be many
-            places[id(job.images)] = {image.sha256 or image.name: place for place, image in enumerate(job.images)}
-        for cell in job.cells.values():
-            if cell in by_cell:
-                found[number, cell] = _of_images(job, by_cell[cell], places[id(job.images)])
-    return found
-
-
-def _of_images(job: Job, rows: "pd.DataFrame", places: Mapping[str, int]) -> np.ndarray:
-    """Return the bits of each image of a job from the rows of one cell."""
-    rows = rows.assign(place=rows.image_id.map(places)).dropna(subset="place").astype({"place": int})
-    if job.batches is not None:  # the same image in another batch is another release; controls have no batch
-        batch = np.array(job.batches, object)[rows.place]
-        rows = rows[(rows.batch == batch) | rows.batch.isna() | rows.failed]
-    scored = rows[~rows.failed]
-    _check_labels(job, scored.place.to_numpy(), scored.label.to_numpy())
-    found = np.zeros(len(job.images), np.int64)
-    np.bitwise_or.at(found, rows.place, rows.bits)
-    return np.where(found == _FAILED, -1, found)

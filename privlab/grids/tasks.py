@@ -7,9 +7,9 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 
 import pyarrow as pa
@@ -17,12 +17,54 @@ import torch
 from safetensors.torch import load_file, save
 
 from privlab.base import PrivlabError, collect_warnings, pick_device
-from privlab.evaluation import COLUMNS, Evaluator, Specification, Strip, source_of, subject_of
+from privlab.evaluation import (
+    COLUMNS,
+    CONTROLS,
+    Evaluator,
+    Specification,
+    Strip,
+    batch_key,
+    source_of,
+    subject_of,
+)
 from privlab.evaluation.setup import learned_for
+from privlab.grids.engine import IN_PROCESS, Engine
 from privlab.images import ImageSource, NamedImage, chunk_of, to_png
 from privlab.stores import strip_name, strip_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that change the speed of a run, or what it keeps, but none of its results.
+
+    Without an `engine` there are as many processes as this one has threads, and no more than tasks. `chunk` is the
+    number of images of a task. PNGs are kept of the first `pictures` images, and strips of the first `strips`. `keep`
+    says whether reconstructions are kept, so that metrics that are added later can be scored. `share` is (I, N): this
+    machine runs the I-th of N shares of the images or of the clients' batches. `overwrite` says whether an earlier run
+    is replaced.
+    """
+
+    engine: Engine | None = IN_PROCESS
+    device: str = "auto"
+    batch_size: int | None = None
+    chunk: int = 16
+    pictures: int = 100
+    strips: int = 0
+    keep: bool = False
+    share: tuple[int, int] = (1, 1)
+    retry_failed: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("chunk", "batch_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise PrivlabError(f"--{name.replace('_', '-')} must be a positive number. Found {value}.")
+        number, count = self.share
+        if not 1 <= number <= count:
+            raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {number}/{count}.")
 
 
 @dataclass(frozen=True)
@@ -31,31 +73,56 @@ class Reference(NamedImage):
 
     place: int = 0
 
+    @property
+    def key(self) -> str:
+        """Return the hash of the image, or its name where it could not be read."""
+        return self.sha256 or self.name
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Task:
-    """Images of one case, and the attacks and metrics that they lack.
+    """Images of one specification of a case, with the key of the cell of each attack and control that they lack.
 
-    `spec` is one specification of the `case`; only the `settings`, `attacks` and `metrics` named here are missing. PNGs
-    are kept of the first `pictures` images of the source, and strips of the first `strips`. `kept` names files of
-    earlier reconstructions, which are scored again. `own` is a victim that is attacked instead of the one that `spec`
-    names.
+    A grid has one task for each specification and setting, with all of its images, cells and metrics; `missing` cuts
+    out of it what a store lacks. `metrics` are those that can be computed here, and `refused` says why attacks cannot
+    run. `first` marks the first specification of the case, of which strips are kept. `one_key` names the attacks that
+    read the releases of all images as one. `kept` names files of earlier reconstructions, which are scored again. `own`
+    is a victim that is attacked instead of the one that `spec` names.
     """
 
     case: int
     spec: Specification
     settings: tuple[str, ...]
     images: tuple[Reference, ...]
-    attacks: tuple[str, ...]
+    cells: Mapping[str, str]
     metrics: tuple[str, ...]
-    controls: bool
-    device: str = "auto"
-    batch_size: int | None = None
-    pictures: int = 0
-    strips: int = 0
-    keep: bool = False
-    kept: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    first: bool = True
+    one_key: frozenset[str] = frozenset()
     own: Victim | None = None
+    options: Options = Options()
+    kept: tuple[str, ...] = ()
+
+    @property
+    def attacks(self) -> tuple[str, ...]:
+        """Return the names of the attacks."""
+        return tuple(name for name in self.cells if name not in CONTROLS)
+
+    @property
+    def controls(self) -> bool:
+        """Return whether controls are scored."""
+        return len(self.attacks) < len(self.cells)
+
+    @cached_property
+    def batches(self) -> dict[str, str] | None:
+        """Return the key of the client's batch by that of its images; None where images are not released together."""
+        if (size := self.spec.together) is None:
+            return None
+        found: dict[str, str] = {}
+        for start in range(0, len(self.images), size):
+            batch = self.images[start : start + size]
+            found |= dict.fromkeys([image.key for image in batch], batch_key(image.sha256 for image in batch))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +142,14 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
 
     Settings b and c release the same, so the release is attacked once.
     """
-    found: dict[Task, Task] = {}
+    found: dict[Hashable, Task] = {}
     for task in tasks:
         alone = task.spec.settings in (("b",), ("c",)) and task.spec.client is None  # it has no setting b
         spec = replace(task.spec, settings=("b", "c")) if alone else task.spec
-        key = task if task.kept else replace(task, case=-1, spec=spec, settings=())
-        other = found.get(key)
-        if other is None or other.settings == task.settings:
-            found[key] = task
-        else:
+        what = (spec, task.images, task.attacks, task.controls, task.metrics, task.options)
+        key = task if task.kept else what
+        other = found.setdefault(key, task)
+        if other.settings != task.settings:
             found[key] = replace(other, spec=spec, settings=tuple(sorted({*other.settings, *task.settings})))
     return [*found.values()]
 
@@ -92,8 +158,8 @@ def references(source: ImageSource) -> list[Reference]:
     """Return the images of a source, each content once; files are hashed whole and not decoded."""
     found: dict[str, Reference] = {}
     for place, image in enumerate(source.without_pixels()):
-        key = image.sha256 or image.name
-        found[key] = found.pop(key, Reference(**vars(image), place=place))  # the first one, where the last one stands
+        reference = Reference(**vars(image), place=place)
+        found[reference.key] = found.pop(reference.key, reference)  # the first one, where the last one stands
     return [*found.values()]
 
 
@@ -106,7 +172,7 @@ def run_task(task: Task) -> Result:
     messages: list[str] = []
     start = time.perf_counter()
     with collect_warnings(messages):
-        device = pick_device(task.device)
+        device, pictures, strips = pick_device(task.options.device), task.options.pictures, task.options.strips
         evaluator = _evaluator(task, device)
         source = source_of(task.spec, [evaluator.base], check=False)  # `_same` checks each image instead
         rows = [COLUMNS.empty_table()]
@@ -119,9 +185,9 @@ def run_task(task: Task) -> Result:
             reconstructions |= scored.reconstructions
             for strip in scored.strips:
                 place = places[strip.image_sha256]
-                if place < task.pictures:
+                if place < pictures:
                     files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
-                if place < task.strips:
+                if place < strips:
                     files[f"strips/{strip_name(place, strip)}"] = strip_png(strip)
         if reconstructions:
             name = hashlib.sha256("\n".join(sorted(reconstructions)).encode()).hexdigest()[:24]
@@ -147,7 +213,7 @@ def images_at_a_time(device: torch.device) -> int:
 
 def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[NamedImage]]:
     """Yield the images that are attacked at a time, with their pixels."""
-    size = task.spec.together or task.batch_size or images_at_a_time(device)
+    size = task.spec.together or task.options.batch_size or images_at_a_time(device)
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
     gone = "The file has gone since the run was planned."
     for start in range(0, len(task.images), size):
@@ -214,9 +280,9 @@ def _evaluator(task: Task, device: torch.device) -> Evaluator:
         task.metrics,
         learned_for(task.metrics, task.spec, device, subject.base)[0],
         subject.public,
-        strips=any(image.place < max(task.pictures, task.strips) for image in task.images),
+        strips=any(image.place < max(task.options.pictures, task.options.strips) for image in task.images),
         controls=task.controls,
-        keep=task.keep,
+        keep=task.options.keep,
         kept=_kept(task.kept) if task.kept else None,
     )
 

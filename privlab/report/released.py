@@ -11,7 +11,6 @@ from torch import Tensor
 from privlab.base import PrivlabError, full_precision
 from privlab.evaluation import Batch, Clients, Specification, defense_of
 from privlab.images import NamedImage
-from privlab.release import released_parameters
 from privlab.threat import Observation, Stack
 from privlab.victims import Victim
 
@@ -108,7 +107,7 @@ def _released(spec: Specification, base: Victim, batch: Batch, stack: Stack) -> 
     """Return what a client releases of each image, by the names of parameters; it draws as it does in a run."""
     clients = Clients(spec.client_release, stack, spec.seed, spec.draw, base.weights.sha256)
     trial = clients.trial(base.model, batch, spec.settings[0])
-    seen = clients.observe(base.model, trial, released_parameters(base.model), None)
+    seen = clients.observe(base.model, trial)
     assert isinstance(seen, Observation)
     return seen.gradients
 

@@ -18,11 +18,15 @@ from rich.text import Text
 from torch import Tensor
 
 from privlab.base import PrivlabError
+from privlab.grids import specification_of
 from privlab.report import tables
 from privlab.stores import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from privlab.evaluation import Specification
+    from privlab.victims import Victim
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +35,14 @@ class Run:
 
     Args:
         path: the directory.
+        ran: the specification that this process ran, if it did.
+        victims: those that it attacked; files hold no models.
         geometry: the layout of the patches whose scores are compared; by default that of the run.
     """
 
     path: Path
+    ran: "Specification | None" = None
+    victims: "Sequence[Victim]" = ()
     geometry: str | None = None
 
     @cached_property
@@ -64,6 +72,28 @@ class Run:
         from privlab.report.page import lead_text
 
         return lead_text(self.results)
+
+    @cached_property
+    def spec(self) -> "Specification":
+        """Return what was run."""
+        stated = self.results.facts
+        return self.ran or specification_of(stated["specification"], stated["cases"][0]["jobs"][0]["released"])
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return the warnings of the run."""
+        return self.results.facts["warnings"]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Return the reason for each metric that could not be computed."""
+        return self.results.facts["missing_metrics"]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Return the reason of each image that has a failed record."""
+        failed = self.records[self.records.status == "failed"]
+        return dict(zip(failed.image, failed.reason, strict=True))
 
     @property
     def verdict(self) -> str:

@@ -1,7 +1,4 @@
-from .attack import Outcome as Outcome
 from .attack import execute as execute
-from .attack import own_victim as own_victim
-from .attack import specify as specify
 from .attack import unfinished as unfinished
 from .audit_case import Audit as Audit
 from .audit_features import audit as audit

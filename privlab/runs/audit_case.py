@@ -22,7 +22,7 @@ from privlab.evaluation import (
     attempt,
     batch_key,
 )
-from privlab.grids import Grid, Job, Reference, machine_facts
+from privlab.grids import Grid, Reference, Task, machine_facts
 from privlab.runs.attack import experiment_of, facts_of
 from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation
 from privlab.victims import Victim, victim
@@ -147,17 +147,17 @@ class AuditCase:
         """
         spec, group, setting = self.spec, self.group, self.spec.settings[0]
         kept = {*CONTROLS[: bool(self.metrics)], *(attack.name for attack in group.attacks)}
-        jobs: list[Job] = []
+        tasks: list[Task] = []
         for n in sorted({len(release) for release in self.releases}) or [spec.together or 1]:
             made = self._rows(n)
             cells = {name: key for name, key in made.cells(setting, [group]).items() if name in kept}
             images = tuple(image for release in self.releases if len(release) == n for image in release)
-            jobs.append(Job(0, made.spec, setting, not jobs, cells, self.refused, images, tuple(self.metrics)))
+            tasks.append(Task(0, made.spec, (setting,), images, cells, tuple(self.metrics), self.refused))
         experiment = experiment_of(spec, [group.victim], [[group]], out)
         experiment = replace(experiment, title=f"Audit of {source}: {experiment.title}")
         return (
             facts_of(spec, [group.victim], [[group]])
-            | Grid(experiment, tuple(jobs), (source,), self.missing, ()).facts()
+            | Grid(experiment, tuple(tasks), (source,), self.missing, ()).facts()
             | machine_facts(command, group.victim.model.mean.device)
         )
 

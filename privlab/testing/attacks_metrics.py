@@ -15,7 +15,7 @@ from privlab.evaluation import Batch, Clients, ObservationChanged, attack_batch,
 from privlab.evaluation.batch import Seen
 from privlab.images import NamedImage
 from privlab.metrics import METRICS, Metric
-from privlab.release import released_parameters, served, trained_parameters
+from privlab.release import released_parameters
 from privlab.testing.claims import Check
 from privlab.testing.defenses import (
     check_defense,
@@ -193,11 +193,7 @@ def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterato
     def seen(release: Release, *defense: Any, model: VictimModel = victim) -> Seen:  # noqa: ANN401
         clients = Clients(release, Stack(defense), seed, 0, "")
         trial = clients.trial(model, batch, "c")
-        names = released_parameters(model)
-        if isinstance(release, Update):
-            model = served(model, release.client)
-            names = trained_parameters(model, release.client)
-        return clients.observe(model, trial, sorted(names), shown[2:])
+        return clients.observe(model, trial, public=shown[2:])
 
     yield seen(Gradient())
     yield seen(Gradient(), model=april_twin(victim))
@@ -221,8 +217,8 @@ def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
         return
     yield Check("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
     yield Check("untouched", 0.0, 0.0, "tensors of the victim and the release that it changed")
-    apart = float((attack_batch(attack, seen).images - images).abs().max())
-    yield Check("same-seen", apart, 0.0, "largest difference of two reconstructions from one observation")
+    difference = float((attack_batch(attack, seen).images - images).abs().max())
+    yield Check("same-seen", difference, 0.0, "largest difference of two reconstructions from one observation")
 
 
 def _check_metric(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Check]:

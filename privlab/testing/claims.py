@@ -363,7 +363,7 @@ def largest(errors: Tensor) -> float:
     return float(errors.nan_to_num(math.inf).max())
 
 
-def apart(a: Tensors, b: Tensors) -> float:
+def largest_difference(a: Tensors, b: Tensors) -> float:
     """Return the largest difference of two releases, in each tensor relative to its largest entry."""
     if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
         return math.inf

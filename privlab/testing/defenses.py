@@ -18,7 +18,7 @@ from privlab.base import PrivlabError, PrivlabWarning, full_precision
 from privlab.evaluation import completed
 from privlab.images import Preprocessing, open_images
 from privlab.release import AnyDefense
-from privlab.testing.claims import Check, OnFeatures, OnImages, apart
+from privlab.testing.claims import Check, OnFeatures, OnImages, largest_difference
 from privlab.testing.gradient_claims import OnGradients
 from privlab.threat import FeatureDefense, GradientDefense, defense_declarations
 from privlab.victims import VictimModel, victim
@@ -149,7 +149,7 @@ def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
     made, plain = case.tensors(release), case.without_defense()
     added = [value for name, value in made.items() if name not in plain]
     kept = {name: value for name, value in made.items() if name in plain}
-    value = max([apart(kept, plain), *(float(value.any()) for value in added)])
+    value = max([largest_difference(kept, plain), *(float(value.any()) for value in added)])
     nothing = "nothing was changed: with these options the defense does nothing here"
     return Check("effect", value, 0.0, "change of the release by the defense" if value else nothing, "≥")
 
@@ -161,7 +161,7 @@ def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
     random.seed(1)
     with _running(case):
         again: Any = case.run(case.inputs(), case.draws())
-    value = apart(case.tensors(release), case.tensors(again))
+    value = largest_difference(case.tensors(release), case.tensors(again))
     return Check("same-draw", value, 0.0, "largest difference of two releases with the same draw")
 
 
@@ -172,7 +172,7 @@ def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     limit, text = MOST_CHANGE, "change of one's own release with another image in the batch"
     if defense_declarations(case.defense).mixes:
         limit, text = math.inf, "change of one's own release; it mixes images, as it says"
-    return Check("neighbours", apart(case.own(release), case.own(other)), limit, text)
+    return Check("neighbours", largest_difference(case.own(release), case.own(other)), limit, text)
 
 
 def _changed_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:

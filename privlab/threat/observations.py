@@ -57,7 +57,8 @@ class Observation:
 
     def each(self) -> list["Observation"]:
         """Return the observation of each release by itself."""
-        return [self.take([i]) for i in range(len(next(iter(self.gradients.values()))))]
+        count = len(next(iter(self.gradients.values())))
+        return [self] if count == 1 else [self.take([i]) for i in range(count)]
 
     def gradients_of(
         self, images: Float[Tensor, "n c h w"], labels: Int[Tensor, " n"] | Float[Tensor, "n y"]

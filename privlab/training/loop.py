@@ -63,7 +63,7 @@ def train(recipe: Recipe, plan: Plan) -> None:
         recipe.model.train()
         for step in range(plan.steps):
             draw = draw_for(plan.seed, "", "training", step)
-            _seed_globally(draw.initial_seed(), device)
+            seed_globally(draw.initial_seed(), device)
             batch = recipe.batch(rows_of(plan.seed, plan.batch_size, step, len(recipe)), draw)
             loss = recipe.loss(recipe.model, batch, draw)
             loss.backward()
@@ -93,8 +93,8 @@ def _mean_loss(losses: Tensor, done: int) -> float:
     return math.fsum(values) / len(values)
 
 
-def _seed_globally(seed: int, device: torch.device) -> None:
-    """Seed torch's global generators, from which dropout draws."""
+def seed_globally(seed: int, device: torch.device) -> None:
+    """Seed torch's global generators, from which dropout draws; the caller forks them."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -103,20 +103,33 @@ def _seed_globally(seed: int, device: torch.device) -> None:
 def _optimiser(model: nn.Module, plan: Plan) -> tuple[torch.optim.Optimizer, Any]:
     """Return AdamW, without weight decay on biases and norms, and its schedule by steps."""
     from timm.optim import create_optimizer_v2
-    from timm.scheduler import create_scheduler_v2
 
     optimizer = create_optimizer_v2(model, opt="adamw", lr=plan.learning_rate, weight_decay=plan.weight_decay)
+    return optimizer, schedule_by_steps(optimizer, "cosine", plan.steps, plan.warmup)
+
+
+def schedule_by_steps(optimizer: torch.optim.Optimizer, kind: str, steps: int, warmup: int) -> Any:  # noqa: ANN401
+    """Return timm's schedule of the learning rate, counted in steps; None where this kind of schedule is none.
+
+    Args:
+        optimizer: the optimiser, whose rates are the largest ones.
+        kind: one of timm's: "cosine", "constant" …
+        steps: the number of steps of the training.
+        warmup: the number of them in which the rate rises linearly from zero.
+    """
+    from timm.scheduler import create_scheduler_v2
+
     scheduler, _ = create_scheduler_v2(
         optimizer,
-        sched="cosine",
-        num_epochs=max(1, plan.steps - plan.warmup),
-        warmup_epochs=plan.warmup,
+        sched=kind,
+        num_epochs=max(1, steps - warmup),
+        warmup_epochs=warmup,
         warmup_lr=0,
         warmup_prefix=True,
         step_on_epochs=False,
         updates_per_epoch=1,
     )
-    return optimizer, scheduler
+    return scheduler
 
 
 def rows_of(seed: int, size: int, step: int, n: int) -> Tensor:

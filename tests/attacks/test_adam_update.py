@@ -120,6 +120,7 @@ def test_a_sign_is_told_where_no_size_is() -> None:
     assert torch.equal(expected_value(some).sign(), share.sign())
 
 
+@pytest.mark.slow
 def test_moves_of_every_size_still_show_signs(tiny_model: Model, crops: Tensor) -> None:
     """The moves of many steps may be spread so far that no magnitude is known and none is bounded."""
     images, draw = crops[1:2], torch.Generator().manual_seed(0)

@@ -79,6 +79,7 @@ def contrast(crops: Tensor) -> Tensor:
     return crops[crops.std((1, 2, 3)).argsort(descending=True)[[0, 40]]].float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [36, 64])
 def test_all_outputs_of_the_mlp_are_found_one_by_one(model: VictimModel, contrast: Tensor, rank: int) -> None:
     h = first_mlp(model, contrast[0])[1]
@@ -117,6 +118,7 @@ def test_an_adapter_of_fewer_equations_than_unknowns_tells_no_outputs(model: Vic
     assert_close(made.images, torch.full_like(made.images, 0.5))
 
 
+@pytest.mark.slow
 def test_outputs_are_inverted_in_any_order(model: VictimModel, crops: Tensor, contrast: Tensor) -> None:
     u, h, b2 = first_mlp(model, contrast[0])
     order = torch.randperm(17, generator=Generator().manual_seed(0))[:6]

@@ -125,6 +125,7 @@ def test_invertinggradients_is_breachings_own_step_for_step() -> None:
     assert torch.equal(ours(observed), (theirs.data * model.std + model.mean).clamp(0, 1))
 
 
+@pytest.mark.slow
 def test_what_privlab_observes_is_what_breachings_client_shares() -> None:
     model = tiny()
     theirs = breaching_itself(model, "invertinggradients", ["optim.max_iterations=1"], seed=0).gradients
@@ -133,6 +134,7 @@ def test_what_privlab_observes_is_what_breachings_client_shares() -> None:
         assert_close(ours[name][0], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_search_goes_down() -> None:
     model = tiny()
     gradients = {name: g[0] for name, g in seen(model).gradients.items()}
@@ -302,6 +304,7 @@ def test_an_objective_that_is_not_finite_is_a_failure() -> None:
         short(Inverting)(Observation(model, gradients, gradient_capabilities(model)))
 
 
+@pytest.mark.slow
 def test_the_label_must_be_told() -> None:
     model = tiny()
     gradients = {name: g for name, g in seen(model).gradients.items() if name != "head.bias"}
@@ -375,6 +378,7 @@ def told(h: Tensor, batch: int) -> Told:
     return found
 
 
+@pytest.mark.slow
 @given(logits, st.integers(2, 50), st.floats(0, 6))
 def test_one_label_is_always_told(generator: torch.Generator, classes: int, spread: float) -> None:
     h, labels = released(generator, 1, classes, spread)

@@ -63,6 +63,7 @@ def test_the_matrices_on_the_device_are_those_of_the_blocks() -> None:
     assert torch.equal(found["blocks.3.mlp.fc1"], state["blocks.3.mlp.fc1.weight"])
 
 
+@pytest.mark.slow
 def test_the_order_is_found_without_the_mask_and_not_with_it(pair: tuple[State, State]) -> None:
     plain, base = pair
     assert share(CloakMatching(), plain, base) == 1

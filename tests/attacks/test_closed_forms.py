@@ -205,6 +205,7 @@ def test_trained_vit_ti_at_224_pixels_has_more_tokens_than_width(shared: Callabl
     assert 20 < psnr(reconstruction, images).mean() < 45
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_mjp_on_trained_weights_hides_the_image_from_the_plain_attack(shared: Callable[[str], Path]) -> None:
     base, images = trained(shared, "vit_ti_mjp", 160)

@@ -406,6 +406,7 @@ def trained(shared: Callable[[str], Path]) -> tuple[VictimModel, Tensor, Tensor]
     return found.model, cut(files, found.preprocessing), cut("samples", found.preprocessing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [(EACH,), (SHARED,), (GaussianNoise(std=0.5), EACH)])
 def test_trained_rows_are_all_placed(
     parts: tuple[FeatureDefense, ...], trained: tuple[VictimModel, Tensor, Tensor]

@@ -146,6 +146,7 @@ def test_what_is_kept_of_public_images_is_of_them_as_they_are(tiny_model: Make, 
     assert torch.equal(invert_rows(model, rows, one), invert_rows(model, rows, other))
 
 
+@pytest.mark.slow
 def test_neither_victim_nor_public_images_outlive_an_attack(tiny_model: Make, crops: Tensor) -> None:
     model, public = tiny_model(embed_dim=32), crops[:4].double()
     invert_rows(model, torch.zeros(2, 16, 32, dtype=torch.float64), public)

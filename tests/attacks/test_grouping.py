@@ -105,6 +105,7 @@ def test_slots_that_are_alike_are_shared_out_evenly() -> None:
     assert _group_patches(share[:0, :0], image[:0], 2).shape == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedded", ["learn", "none"])
 def test_two_images_come_back_from_one_gradient(embedded: str, tiny_vit: Callable[..., VisionTransformer]) -> None:
     model, x = model_of(tiny_vit(embed_dim=128, pos_embed=embedded)), draw(2, 3, 16, 16)
@@ -136,6 +137,7 @@ def test_what_several_images_need(tiny_vit: Callable[..., VisionTransformer]) ->
         TokenSeparation()(together(model, draw(2, 3, 16, 16), TokenSeparation.parameters))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_two_photographs_on_trained_weights(
     shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]

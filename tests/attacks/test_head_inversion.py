@@ -46,6 +46,7 @@ def test_the_features_of_one_image_are_matched(tiny_model: Model, crops: Tensor,
     assert explained_by(seen, made, 0) is None  # many images have these features
 
 
+@pytest.mark.slow
 def test_a_gradient_is_read_as_updates_are(tiny_model: Model, crops: Tensor) -> None:
     """Of one step, and of several with decay: the features are the same."""
     model, image = tiny_model(), crops[30:31]

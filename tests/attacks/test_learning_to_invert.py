@@ -61,6 +61,7 @@ def test_own_releases_are_those_of_clients(tiny_model: Make, crops: Tensor) -> N
         assert_close(slots[i, :, D : D + 48].double(), A @ G / D**0.5, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_own_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -> None:
     """New ones each time an image comes, the same ones for the same seed."""
     model, public = tiny_model(), crops[:2].double()

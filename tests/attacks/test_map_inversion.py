@@ -61,6 +61,7 @@ def patches(model: VictimModel, images: Tensor) -> Tensor:
     return patchify(model.normalise(images), model.patch)
 
 
+@pytest.mark.slow
 def test_the_image_has_the_greatest_posterior_density(model: VictimModel, photographs: Photographs) -> None:
     """Nothing near has more: not the start, and not what is a little off in any of some random directions."""
     images = 0.3 + 0.4 * photographs(6, 16).double()  # far from 0 and 1, where images are clipped

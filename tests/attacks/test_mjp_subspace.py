@@ -88,6 +88,7 @@ def test_rows_of_patches_that_were_moved_while_it_mattered_are_left_out() -> Non
         assert torch.equal(found[:, 5:], A[:, 5:])
 
 
+@pytest.mark.slow
 def test_an_update_of_one_step_is_read_as_its_gradient(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
     """Decay is undone, and the slots without a gradient are found where no row is zero any more."""
     model, mjp = tiny_model(), Mjp(gamma=0.2)

@@ -61,6 +61,7 @@ SGD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.05], ids=["", "decay"])
 @pytest.mark.parametrize("name", SGD)
 def test_what_sgd_sends_is_exact_but_for_float32_in_the_release(
@@ -238,6 +239,7 @@ def test_rounding_to_int8_is_foreseen_by_an_exact_image_alone(crops: Tensor) -> 
     assert torch.equal(PatchUpdate()(other), PatchUpdate(rounds=0)(other))
 
 
+@pytest.mark.slow
 def test_an_update_in_weights_of_int8_is_mostly_lost(crops: Tensor) -> None:
     """It is less than half a step of most weights, so that few of them change their level."""
     images = crops[:1]

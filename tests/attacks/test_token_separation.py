@@ -138,6 +138,7 @@ def test_embedded_patches_come_from_tokens_alone(
     assert_close(z[nearest], wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_frozen_patch_embedding_leaves_few_directions(crops: Tensor, make: Callable[..., VictimModel]) -> None:
     """D = K: fixed position embeddings place every patch, of which but one direction is open."""
     model, x = make("pos_embed", PATCH, embed_dim=48), textured(crops, 2)

@@ -102,6 +102,7 @@ def test_numbers_that_say_nothing_are_refused(value: dict[str, Any], said: str) 
         check_claims(changed("gradients-mjp", **value), "auto")
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_card_alone_states() -> None:
     (row,) = standings([read_result(PACKAGE / "results/gradients-mjp.json")])
     own = {**row.result.data, "card": 'plugin = "my.py"\n' + row.result.data["card"]}

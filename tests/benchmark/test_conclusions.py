@@ -90,6 +90,7 @@ def test_edited_conclusions_fail_whatever_the_hash_says(
     assert said in cli("benchmark", "verify", edited(tmp_path, change)).error
 
 
+@pytest.mark.slow
 def test_a_flag_that_names_the_attacks_of_another_version_is_the_same_flag() -> None:
     (result,) = (each for each in entries() if each.path.stem == "gradients-censor")
     found = conclude(result.card, result.rows)
@@ -147,6 +148,7 @@ def test_the_list_refuses_scores_that_are_not_those_of_the_rows(tmp_path: Path, 
         standings([read_result(path)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [None, "the source"])
 def test_scores_of_attacks_are_those_of_the_rows_too(tmp_path: Path, plugin: str | None) -> None:
     path = edited(

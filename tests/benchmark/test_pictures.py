@@ -92,6 +92,7 @@ def uri(name: str) -> str:
     return f"data:image/png;base64,{name}"
 
 
+@pytest.mark.slow
 def test_the_page_says_that_a_picture_is_not_of_the_attack_behind_the_score(blur: list[Result]) -> None:
     said = blur[0].data["judged"]
     old = {
@@ -110,6 +111,7 @@ def test_the_page_says_that_a_picture_is_not_of_the_attack_behind_the_score(blur
     assert "no picture is kept of the median photograph; this was the median one before other attacks" in page
 
 
+@pytest.mark.slow
 def test_the_picture_of_an_attack_that_entered_is_shown(blur: list[Result]) -> None:
     """It is of the photograph that is the median one now, and of the attack that reaches its score."""
     (plain,) = standings(blur)

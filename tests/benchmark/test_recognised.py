@@ -137,6 +137,7 @@ def test_the_entries_of_the_package_have_what_was_measured() -> None:
     assert rows["gradients", "svt-privacy"].as_json()["identity"]["rate"] == found["gradients", "svt-privacy"].rate
 
 
+@pytest.mark.slow
 def test_an_entry_from_elsewhere_has_not_the_figure_of_the_package(tmp_path: Path) -> None:
     (own,) = (each for each in entries() if each.path.stem == "gradients-svt")
     (ours,), (theirs,) = standings([own]), standings([replace(own, path=tmp_path / "svt.json")])

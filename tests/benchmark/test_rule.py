@@ -202,6 +202,7 @@ def test_an_attack_that_searches_whatever_the_noise_does_not_know_it(stem: str) 
     assert {"column-statistics", "pe-assignment"} <= {*found["known_by"]}
 
 
+@pytest.mark.slow
 def test_cutmix_has_a_rank_by_the_attack_that_leaks_more_than_those_that_ignore_it() -> None:
     stems = ["features-cutmix", "features-inversion-mae", "features-cutmix-completion"]
     own = [each for each in entries() if each.path.stem in stems]
@@ -351,6 +352,7 @@ def test_the_page_needs_nothing_else_and_holds_every_row(tmp_path: Path, high: n
     assert site_files([mine]) == site_files([mine])
 
 
+@pytest.mark.slow
 def test_records_of_every_eval_ever_have_what_its_schema_requires(tmp_path: Path, high: np.ndarray) -> None:
     (row,) = standings([result(tmp_path, "one", records(high.tolist(), [5.0] * 64))])
     found = evaluation_record(row)
@@ -381,6 +383,7 @@ def test_records_of_every_eval_ever_have_what_its_schema_requires(tmp_path: Path
     assert all(isinstance(value, str) for value in details.values())
 
 
+@pytest.mark.slow
 def test_a_record_of_one_photograph_has_no_interval(tmp_path: Path) -> None:
     (row,) = standings([result(tmp_path, "one", records([30.0], [5.0]))])
     (one,) = evaluation_record(row)["evaluation_results"]

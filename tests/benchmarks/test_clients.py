@@ -26,6 +26,7 @@ def test_clients_of_torch_func_are_those_of_torchs_optimiser(
             torch.testing.assert_close(found[name][i], update, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_its_figures_are_ratios_of_its_medians() -> None:
     found = bench_clients(model="cifar_vit", img_size=16, clients=2, repeats=1, device="cpu")
     for of in ("1 step", "5 steps"):

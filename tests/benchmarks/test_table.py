@@ -59,7 +59,7 @@ def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> N
     how = options(chunk=2, pictures=3)
     assert finished_run(made, tmp_path / "copied", how, real=1) == 5 * (8 + 13)
     grid, tasks = prepare(made, tmp_path / "run", how)
-    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
+    fill(grid, tasks, tmp_path / "run", how)
     copied, run = Store(tmp_path / "copied"), Store(tmp_path / "run")
     assert len(copied.parts()) == len(run.parts()) == len(tasks) == 6
     for one, other in zip(copied.parts(), run.parts(), strict=True):
@@ -110,6 +110,7 @@ def test_scores_differ_by_up_to_a_tenth(made: Experiment, tmp_path: Path) -> Non
     assert (spread["nunique"] == 5).all()
 
 
+@pytest.mark.slow
 def test_an_image_without_records_is_no_pattern(made: Experiment, tmp_path: Path, monkeypatch: Any) -> None:
     real = stores.run_task
 
@@ -126,6 +127,7 @@ def test_an_image_without_records_is_no_pattern(made: Experiment, tmp_path: Path
 # ---- what is timed
 
 
+@pytest.mark.slow
 def test_both_stages_attack_the_same_labelled_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Experiment
 ) -> None:

@@ -33,6 +33,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
     return install
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [
@@ -61,6 +62,7 @@ def test_the_defense_of_the_docs_is_admitted(cli: Callable[..., Any], package: C
     assert "FAIL" not in told.out
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_is_shown_and_is_the_exit_status(
     cli: Callable[..., Any], package: Callable[..., None]
 ) -> None:

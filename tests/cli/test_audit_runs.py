@@ -231,6 +231,7 @@ def test_an_interrupted_audit_goes_on_with_the_same_command(
     assert named or [*(tmp_path / "runs").iterdir()] == [path]
 
 
+@pytest.mark.slow
 def test_a_finished_audit_goes_on_with_what_was_recorded_since(
     recorded: Cli, recording: Path, tones: type[Tones], tmp_path: Path
 ) -> None:

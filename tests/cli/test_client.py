@@ -53,6 +53,7 @@ def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callabl
     assert "patch-update 1.0000 (2 of 2 proven)" in line
 
 
+@pytest.mark.slow
 def test_a_client_that_no_attack_reads_is_a_result_and_no_evidence(
     attack: Cli, records: Callable[..., pd.DataFrame]
 ) -> None:
@@ -71,10 +72,10 @@ def test_a_client_that_no_attack_reads_is_a_result_and_no_evidence(
 def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What attacks get is `observe_updates` of each image by itself: of the same image in any batch, order or run."""
     seen: list[Any] = []
-    from privlab.evaluation import pipeline
+    from privlab.evaluation import check
 
-    run = pipeline.attack_batch
-    monkeypatch.setattr(pipeline, "attack_batch", lambda attack, each: (seen.append(each), run(attack, each))[1])
+    run = check.attack_batch
+    monkeypatch.setattr(check, "attack_batch", lambda attack, each: (seen.append(each), run(attack, each))[1])
     options = {"weights": "random", "img_size": 32, "metrics": "psnr", "attacks": "patch-gradient"}
     frame = privlab.attack("vit_ti", images=photos, limit=2, client=Client(steps=2, lr=0.1), **options).records
     base = victim("vit_ti", weights="random", img_size=32)

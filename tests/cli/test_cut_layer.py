@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from privlab.base import PrivlabError
+from privlab.grids import specify
 from privlab.release import Recorder
-from privlab.runs import audit, specify
+from privlab.runs import audit
 from privlab.victims import victim
 
 DECODER = ("--attack", "inversion-mae", "--set", "steps=2", "--set", "width=32", "--metrics", "psnr")

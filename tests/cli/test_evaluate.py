@@ -57,6 +57,7 @@ def test_two_models_are_evaluated_against_gamma(cli: Callable[..., Any], data: P
     assert f"{rows[1]['by_gamma'][1]['diff_norm']:.3f}" in table
 
 
+@pytest.mark.slow
 def test_a_shuffle_for_each_batch_where_asked(cli: Callable[..., Any], data: Path) -> None:
     """Consistency is that of a shuffle for each picture; of batches of one picture both are the same."""
     rest = (*CIFAR, "--data", data, "--gamma", "0.5", "--json")

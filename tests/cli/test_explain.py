@@ -20,12 +20,12 @@ from privlab.base import PrivlabError, parse_docstring
 from privlab.cli.attack import attack
 from privlab.defenses import DEFENSES
 from privlab.evaluation import Specification, applicable
+from privlab.grids import specify
 from privlab.inventory.explain import explain, known
 from privlab.inventory.texts import cite, describe, docstrings, measured, references
 from privlab.metrics import METRICS, PLACEMENT
 from privlab.metrics.names import METRIC_MEANINGS
 from privlab.report.flag_meanings import FLAG_MEANINGS
-from privlab.runs import specify
 from privlab.threat import Capability, attack_declarations
 from privlab.victims import Victim, victim
 

@@ -112,6 +112,7 @@ def test_attacks_that_need_rows_of_their_own_image_are_left_out_under_batch_shuf
     assert "own_rows (every row stays with its image (no batch-shuffle))" in refused.error
 
 
+@pytest.mark.slow
 def test_a_recording_is_audited_without_any_image(
     cli: Callable[..., Any], recording: Path, tmp_path: Path, photos: Path
 ) -> None:

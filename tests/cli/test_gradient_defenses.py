@@ -56,6 +56,7 @@ def test_stacked_with_mjp(attack: Callable[..., Any], records: Callable[..., pd.
     assert set(made[made.setting == "c"].attack) >= {"patch-gradient-adaptive", "mjp-subspace"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

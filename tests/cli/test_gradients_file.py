@@ -153,6 +153,7 @@ class Odd:
         return {"none": grey, "nan": grey.where(grey > 1, torch.nan)}[self.kind]
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_spares_the_other_attacks(
     audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +231,7 @@ def test_other_weights_are_noticed(audit: Callable[..., Any], step: Callable[...
     assert json.loads(unstated.out)["attacks"][0]["explained"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_warned_of_and_goes_on(
     audit: Callable[..., Any], step: Callable[..., Path], dtype: torch.dtype
@@ -304,6 +306,7 @@ def test_a_batch_size_that_contradicts_the_head_is_one_line(
     )
 
 
+@pytest.mark.slow
 def test_several_labels_of_one_image_are_those_of_a_mixed_one_or_of_a_batch(
     audit: Callable[..., Any], step: Callable[..., Path]
 ) -> None:

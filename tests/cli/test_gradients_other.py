@@ -78,6 +78,7 @@ def test_a_reference_that_no_usual_way_explains(
         assert told["reference"].endswith("the reference does not: low scores say nothing here.")
 
 
+@pytest.mark.slow
 def test_named_attacks_hear_that_the_hashes_differ(
     audit: Callable[..., Any], step: Callable[..., Path], state: State
 ) -> None:

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console, ConsoleDimensions
 
 import privlab.cli.live
-import privlab.runs.attack
 from privlab.base import PrivlabError
 from privlab.cli.live import engine_of, run_display
 from privlab.evaluation import COLUMNS, Specification
@@ -33,7 +32,7 @@ def result(image: str, seconds: float = 1.0, worker: str = "here", **scores: flo
     ]
     rows.append(own | {"attack": "control:mean", "geometry": "in_place", "psnr": 12.0})
     spec = Specification(models=("vit_ti",), metrics=("mse", "psnr"))
-    task = Task(0, spec, ("c",), (Reference(image, image, None),), tuple(scores), (), True)
+    task = Task(0, spec, ("c",), (Reference(image, image, None),), dict.fromkeys(scores, ""), ())
     return Result(task, pa.Table.from_pylist(rows, schema=COLUMNS), seconds=seconds, worker=worker)
 
 
@@ -147,11 +146,11 @@ def test_searches_of_several_images_have_a_process_for_each_thread(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     seen: list[Engine] = []
 
-    def fill(grid: Any, tasks: Any, run: Any, options: Any, **others: Any) -> tuple[str, ...]:
-        seen.append(options.engine)
+    def run_tasks(tasks: Any, engine: Engine, say: Any) -> None:
+        seen.append(engine)
         raise PrivlabError("enough")
 
-    monkeypatch.setattr(privlab.runs.attack, "fill", fill)
+    monkeypatch.setattr("privlab.grids.fill.run_tasks", run_tasks)
     assert "enough" in attack(*given).err
     assert seen == [Engine(workers=workers)]
 

@@ -244,7 +244,7 @@ def test_manifest_within_the_run_that_gives_way(attack: Callable[..., Any], tmp_
     assert attack(*FAST).status == 0
     path = tmp_path / "run" / "manifest.csv"
     error = attack(*FAST, "--manifest", path, "--overwrite").error
-    assert error == f"'{path}' lies in the run that gives way. Copy it, or give another --out."
+    assert error.startswith(f"'{path}' would give way")
     assert len(read(path)) == 3
     moved = path.rename(tmp_path / "m.csv")
     assert attack(*FAST, "--manifest", moved, "--overwrite").status == 0

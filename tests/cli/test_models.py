@@ -35,6 +35,7 @@ def checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> Path:
     return tmp_path / "mjp.pth"
 
 
+@pytest.mark.slow
 def test_an_import_is_used_by_its_path(
     cli: Callable[..., Any], checkpoint: Path, cache: Path, state: dict[str, Tensor]
 ) -> None:

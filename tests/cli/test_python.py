@@ -60,6 +60,7 @@ def test_columns_and_their_types(photos: Path) -> None:
     assert json.loads(frame.victim_params[0])["unk_embed"] == "random"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:april. patches of 768 values:privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize("training", [False, True])
 def test_own_model_stays_as_it_was(own: VisionTransformer, photos: Path, training: bool) -> None:

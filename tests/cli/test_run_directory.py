@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import save_file
 
-from privlab.evaluation import pipeline
+from privlab.evaluation import check
 from privlab.stores import store
 from privlab.victims import victim
 
@@ -86,6 +86,7 @@ def test_empty_folders_are_no_files(attack: Callable[..., Any], tmp_path: Path) 
 # No disk
 
 
+@pytest.mark.slow
 def test_no_space_left(
     attack: Callable[..., Any],
     records: Callable[..., pd.DataFrame],
@@ -158,6 +159,7 @@ def test_disk_that_is_really_full(
 # Ctrl-C
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_what_is_finished(
     attack: Callable[..., Any],
     records: Callable[..., pd.DataFrame],
@@ -197,7 +199,7 @@ def test_an_interrupt_before_any_image(
     left = f"'{tmp_path / 'run'}' keeps no image yet. The same command goes on where it was{search}."
     assert done.err.endswith(f"Interrupted. {left}\n")
     assert attack("--overwrite", "--attack", attack_name).status == 130
-    monkeypatch.setattr("privlab.runs.attack.lay_out", interrupted)
+    monkeypatch.setattr("privlab.grids.fill.lay_out", interrupted)
     done = attack("--attack", attack_name, "--out", tmp_path / "other")
     assert done.err.endswith("Interrupted. Nothing had been run yet, and nothing is kept.\n")
 
@@ -218,8 +220,8 @@ def untimed(frame: pd.DataFrame) -> pd.DataFrame:
 def attacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which each attack that is run adds its name."""
     names: list[str] = []
-    run = pipeline.attack_batch
-    monkeypatch.setattr(pipeline, "attack_batch", lambda each, seen: (names.append(each.name), run(each, seen))[1])
+    run = check.attack_batch
+    monkeypatch.setattr(check, "attack_batch", lambda each, seen: (names.append(each.name), run(each, seen))[1])
     return names
 
 

@@ -11,7 +11,7 @@ from weakref import ref
 import pytest
 
 from privlab.experiments.studies import split_privacy
-from privlab.runs import Outcome
+from privlab.report.run import Run
 from privlab.runs import attack as run
 
 pytestmark = pytest.mark.skipif(find_spec("lightning_fabric") is None, reason="needs lightning_fabric")
@@ -76,7 +76,7 @@ def test_no_victim_of_table_6_outlives_it(
     monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / "cache"))
     victims: list[ref[object]] = []
 
-    def execute(*arguments: Any, **options: Any) -> Outcome:
+    def execute(*arguments: Any, **options: Any) -> Run:
         outcome = run.execute(*arguments, **options)
         victims.extend(ref(base.model) for base in outcome.victims)
         return outcome

@@ -234,6 +234,7 @@ def test_every_recipe_has_both_presets() -> None:
     }
 
 
+@pytest.mark.slow
 def test_an_interrupt_says_what_was_kept_and_how_to_go_on(
     cli: CLI, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def test_what_a_machine_reads_does_not_hold_the_line(attack: Callable[..., Any])
     done = attack(*UNTRAINED, "--attack", "april", "--json")
     assert SAID not in done.out
     assert "rows" in json.loads(done.out)
-    assert named(done.err) == [["privlab", "attack", "--model", "cifar_vit", "--attack", "april", "--limit", "1"]]
+    assert named(done.err) == [["privlab", "attack", "--model", "cifar_vit", "--limit", "1", "--attack", "april"]]
 
 
 @pytest.mark.slow

@@ -337,6 +337,7 @@ def test_a_filter_that_left_nothing_in_the_files_is_one_line(
     assert why in audit((before, filtered), *ALL, "--attack", "patch-gradient", "--overwrite").error
 
 
+@pytest.mark.slow
 def test_a_filter_that_leaves_nothing_is_one_line_in_place_of_a_table(attack: Callable[..., Any]) -> None:
     own = (
         "--model",
@@ -481,6 +482,7 @@ def test_a_capture_that_is_no_copy_or_of_another_model_is_refused(state: State, 
     assert load_file(paths[1])["head.bias"].equal(vit.state_dict()["head.bias"])
 
 
+@pytest.mark.slow
 def test_a_round_of_several_images_is_no_evidence_of_privacy(
     audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]]
 ) -> None:

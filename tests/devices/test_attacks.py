@@ -20,8 +20,8 @@ from privlab.evaluation import (
     Record,
     Specification,
     applicable,
+    check,
     default_attacks,
-    pipeline,
 )
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.inventory.explain import explain
@@ -164,11 +164,11 @@ def score(
             assert made.images.device == device
             return made
 
-        monkeypatch.setattr(pipeline, "attack_batch", attack_batch)
+        monkeypatch.setattr(check, "attack_batch", attack_batch)
         evaluator = Evaluator(spec, victim, groups, spec.metrics, {}, public)
         return evaluator(Chunk(named, images, ())).records, waits
 
-    brought = pipeline.attack_batch
+    brought = check.attack_batch
     with sdpa_kernel(SDPBackend.MATH):
         yield run
 

@@ -20,6 +20,7 @@ BREACHING: dict[str, Any] = {name: ATTACKS[name] for name in ATTACKS if name.sta
 RUNS = {name for name, kind in BREACHING.items() if not kind.obstacle}
 
 
+@pytest.mark.slow
 def test_a_run_computes_on_the_card(cli: Callable[..., Any], card: Any, cache: object, tmp_path: Path) -> None:
     given = ("--setting", "a", "--attack", "patch-gradient", "--metrics", "psnr,ssim", "--limit", "1")
     done = cli("attack", *SMALL, *given, "--device", "cuda", "--out", tmp_path / "run")

@@ -133,6 +133,7 @@ def test_pairs_take_two_photographs_and_a_rate(cli: Cli) -> None:
     assert list(row.values()) == ["a", "yes", *["12.3"] * 5]
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(cli: Cli) -> None:
     assert "rate must be above 0 and finite. Found 0" in cli("study", "adam", *SMALL, "--rate", 0).error
     with pytest.raises(PrivlabError, match=r"blocks.*0"):

@@ -185,6 +185,7 @@ def test_an_unknown_embedding_moves_features() -> None:
     assert moved.diff_norm > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
 def test_classes_are_learnt_from_shuffled_images(make: Callable[[], TimmClassifier], objective: TrainMjp) -> None:
     """Dark, grey and light images, each with noise, are told apart, others than those of the training too."""

@@ -246,6 +246,7 @@ def test_nothing_tells_places_on_constant_images_without_embeddings() -> None:
     assert probe_accuracy(probe, head, model, grey(8)) == pytest.approx(1 / 16)
 
 
+@pytest.mark.slow
 def test_a_probe_that_goes_on_ends_with_the_same_bits(tmp_path: Path) -> None:
     plan, probe = Plan(steps=6, batch_size=8), Probe(target="position")
     whole = ObjectiveRecipe(small(), colours(24), probe, STILL)

@@ -35,6 +35,7 @@ def test_aurra_is_the_mean_accuracy_of_the_most_confident(pairs: list[tuple[int,
     assert got == pytest.approx(sum(accuracies) / len(accuracies))
 
 
+@pytest.mark.slow
 @given(scores=st.lists(st.integers(0, 6), min_size=2, max_size=12), split=st.integers(1, 11))
 def test_aupr_sums_precision_over_the_gains_of_recall(scores: list[int], split: int) -> None:
     """Ties share a threshold."""

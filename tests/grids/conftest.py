@@ -21,7 +21,7 @@ from privlab.base import PrivlabError
 from privlab.cli import _status
 from privlab.grids import Experiment, Options, prepare, read_experiment
 from privlab.grids.fill import fill
-from privlab.stores import RunDirectory, Store
+from privlab.stores import Store
 
 TINY = {
     **{"model": "vit_ti", "weights": "random", "img_size": 32, "setting": "a"},
@@ -156,7 +156,7 @@ def done(options: Callable[..., Options]) -> Callable[..., int]:
     def run(experiment: Experiment, path: Path, say: Callable[[str], object] = lambda _: None, **given: Any) -> int:
         how = options(**given)
         grid, tasks = prepare(experiment, path, how)
-        fill(grid, tasks, RunDirectory.create(path, resume=True), how, say=say)
+        fill(grid, tasks, path, how, say=say)
         return len(tasks)
 
     return run

@@ -18,7 +18,7 @@ import pytest
 from privlab.base import PrivlabError, core_count
 from privlab.grids import ENGINES, Engine, Experiment, Result, Task, engines, prepare, read_experiment
 from privlab.grids.fill import fill
-from privlab.stores import RunDirectory, Store
+from privlab.stores import Store
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,7 +74,7 @@ def test_worker_that_is_started_afresh(alone: Any, tmp_path: Path, options: Any,
     _, experiment, reference = alone
     how = options(engine=Engine(workers=2), chunk=4)
     grid, tasks = prepare(experiment, tmp_path, how)
-    fill(grid, tasks[:1], RunDirectory.create(tmp_path, resume=True), how)
+    fill(grid, tasks[:1], tmp_path, how)
     assert Store(tmp_path).frame().status.eq("ok").all()
     assert done(experiment, tmp_path, chunk=4) == len(tasks) - 1
     same(tmp_path, reference, 1e-4)
@@ -91,7 +91,7 @@ def test_worker_that_is_killed(alone: Any, tmp_path: Path, options: Any, same: A
             killed.append(int(last.worker.rpartition(":")[2]))
             os.kill(killed[-1], signal.SIGKILL)
 
-    fill(grid, tasks, RunDirectory.create(tmp_path, resume=True), how, say=said.append, progress=kill)
+    fill(grid, tasks, tmp_path, how, say=said.append, progress=kill)
     assert len(killed) == 2
     assert len({*said}) == 1
     assert "SIGKILL" in said[0]

@@ -17,7 +17,7 @@ import pytest
 from privlab.base import PrivlabError
 from privlab.grids import Result, engines, prepare, read_experiment
 from privlab.grids.fill import fill
-from privlab.stores import RunDirectory, Store, check
+from privlab.stores import Store, check
 
 KILLS = 50
 IMAGES = 40
@@ -187,16 +187,16 @@ def test_image_that_is_another_one_when_it_is_run(
     asked, how = experiment(images=[str(album)], **sent), options(chunk=2)
     grid, tasks = prepare(asked, tmp_path / "run", how)
     change(album / "b.png")
-    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
+    fill(grid, tasks, tmp_path / "run", how)
     frame = Store(tmp_path / "run").frame()
     failed = frame[frame.status == "failed"]
-    assert set(failed.image_sha256) == {grid.jobs[0].images[1].sha256}
+    assert set(failed.image_sha256) == {grid.tasks[0].images[1].sha256}
     assert all(text.startswith(reason) for text in failed.reason)
     assert len(failed) == 2  # geometries
     fine = frame[(frame.status == "ok") & ~frame.attack.str.startswith("control:")]
     assert sorted(set(fine.image)) == ["a.png", "c.png", "d.png"]
     assert dict(zip(fine.image, fine.image_sha256, strict=True)) == {
-        image.name: image.sha256 for image in grid.jobs[0].images if image.name != "b.png"
+        image.name: image.sha256 for image in grid.tasks[0].images if image.name != "b.png"
     }
 
 
@@ -206,7 +206,7 @@ def test_image_that_came_meanwhile(
     asked, how = experiment(images=[str(album)]), options()
     grid, tasks = prepare(asked, tmp_path / "run", how)
     image(album / "0.png", 9)
-    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
+    fill(grid, tasks, tmp_path / "run", how)
     assert set(Store(tmp_path / "run").frame().status) == {"ok"}
     assert done(asked, tmp_path / "run") == 1
     assert sorted(set(Store(tmp_path / "run").frame().image)) == ["0.png", "a.png", "b.png", "c.png", "d.png"]
@@ -245,10 +245,10 @@ def test_folder_of_the_images_is_gone(experiment: Any, options: Any, album: Path
     grid, tasks = prepare(asked, tmp_path / "run", how)
     album.rename(tmp_path / "elsewhere")
     with pytest.raises(PrivlabError, match=f"^No file or folder '{album}'."):
-        fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
+        fill(grid, tasks, tmp_path / "run", how)
     assert facts(tmp_path / "run")["status"] == "failed"
     (tmp_path / "elsewhere").rename(album)
-    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
+    fill(grid, tasks, tmp_path / "run", how)
     assert len(Store(tmp_path / "run").frame()) == 24
 
 

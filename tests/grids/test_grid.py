@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from privlab.base import PrivlabError
 from privlab.evaluation import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA, Specification
-from privlab.grids import Experiment, Grid, Job, Layout, Options, Reference, Share, Task, joined
+from privlab.grids import Experiment, Grid, Layout, Options, Reference, Task, joined
 from privlab.grids import missing as missing_of
 from privlab.stores import Store
 
@@ -46,10 +46,10 @@ class World:
             Reference(f"{number}.png", "" if number < 0 else f"{number:064x}", None, place=place)
             for place, number in enumerate(self.images)
         )
-        jobs = [self._job(case, names, images) for case, names in enumerate(self.attacks)]
-        return Grid(Experiment("x", "x", None, (), Layout()), tuple(jobs), (), {}, ())
+        tasks = [self._task(case, names, images) for case, names in enumerate(self.attacks)]
+        return Grid(Experiment("x", "x", None, (), Layout()), tuple(tasks), (), {}, ())
 
-    def _job(self, case: int, names: Sequence[str], images: tuple[Reference, ...]) -> Job:
+    def _task(self, case: int, names: Sequence[str], images: tuple[Reference, ...]) -> Task:
         size = self.client_batch
         spec = Specification(models=("vit_ti",), attacks=tuple(names), metrics=tuple(self.metrics), gamma=case / 64)
         how = {"release": "gradients"} if size is None else {"release": "features", "client_batch": size}
@@ -57,16 +57,16 @@ class World:
         cells = {name: f"{case}/{name}" for name in (*names, *CONTROLS)}
         if self.shared:
             cells |= {name: f"0/{name}" for name in (names[0], *CONTROLS)}
-        return Job(case, spec, spec.settings[0], True, cells, {}, images, tuple(self.metrics))
+        return Task(case, spec, spec.settings, images, cells, tuple(self.metrics))
 
     def units(self) -> set[Unit]:
         """Return everything that there is to measure."""
         return {
             (cell, image.sha256 or image.name, metric)
-            for job in self.grid().jobs
-            for cell in job.cells.values()
-            for image in job.images
-            for metric in job.metrics
+            for task in self.grid().tasks
+            for cell in task.cells.values()
+            for image in task.images
+            for metric in task.metrics
         }
 
 
@@ -79,7 +79,7 @@ def units(grid: Grid, tasks: Iterable[Task]) -> Counter[Unit]:
     return Counter(
         (cell, image.sha256 or image.name, metric)
         for task in tasks
-        for name, cell in grid.jobs[task.case].cells.items()
+        for name, cell in grid.tasks[task.case].cells.items()
         if name in task.attacks or (task.controls and name in CONTROLS)
         for image in task.images
         for metric in task.metrics
@@ -88,16 +88,16 @@ def units(grid: Grid, tasks: Iterable[Task]) -> Counter[Unit]:
 
 def work(grid: Grid, task: Task, failing: Iterable[int] = ()) -> pa.Table:
     """Return the rows that a task would leave."""
-    job, bad = grid.jobs[task.case], {f"{number}.png" for number in failing}
-    names = [name for name in job.cells if name in task.attacks or (task.controls and name in CONTROLS)]
+    whole, bad = grid.tasks[task.case], {f"{number}.png" for number in failing}
+    names = [name for name in whole.cells if name in task.attacks or (task.controls and name in CONTROLS)]
     rows = []
     for image in task.images:
         failed = image.name in bad or not image.sha256
-        batch = None if failed or job.batches is None else job.batches[job.images.index(image)]
+        batch = None if failed or whole.batches is None else whole.batches[image.key]
         for name in names:
             if failed and name in CONTROLS:
                 continue  # there is no image to make one of
-            row = {"cell": job.cells[name], "image": image.name, "image_sha256": image.sha256, "attack": name}
+            row = {"cell": whole.cells[name], "image": image.name, "image_sha256": image.sha256, "attack": name}
             row |= {
                 "schema": SCHEMA,
                 "status": "failed" if failed else "ok",
@@ -143,21 +143,21 @@ quick = settings(max_examples=20)
 def test_an_attack_under_one_key_gets_all_images_in_one_batch(tmp_path: Path) -> None:
     store, world = Store(tmp_path), World(range(20))
     grid = world.grid()
-    grid = replace(grid, jobs=tuple(replace(job, one_key=frozenset(ATTACKS[:1])) for job in grid.jobs))
+    grid = replace(grid, tasks=tuple(replace(task, one_key=frozenset(ATTACKS[:1])) for task in grid.tasks))
     tasks = missing(grid, store, size=8)
     assert units(grid, tasks) == Counter(world.units())
     (whole,) = (task for task in tasks if ATTACKS[0] in task.attacks)
-    assert (len(whole.images), whole.batch_size, whole.attacks) == (20, 20, ATTACKS[:1])
-    assert [(len(task.images), task.batch_size) for task in tasks if task is not whole] == [
+    assert (len(whole.images), whole.options.batch_size, whole.attacks) == (20, 20, ATTACKS[:1])
+    assert [(len(task.images), task.options.batch_size) for task in tasks if task is not whole] == [
         (8, None),
         (8, None),
         (4, None),
     ]
-    shards = [missing(grid, store, size=8, share=Share(n, 2)) for n in (1, 2)]
+    shards = [missing(grid, store, size=8, share=(n, 2)) for n in (1, 2)]
     assert [[len(task.images) for task in shard if ATTACKS[0] in task.attacks] for shard in shards] == [[20], []]
     assert sum((units(grid, shard) for shard in shards), Counter()) == Counter(world.units())
     asked = missing(grid, store, size=8, batch_size=8)
-    assert {(len(task.images), task.batch_size) for task in asked} == {(8, 8), (4, 8)}
+    assert {(len(task.images), task.options.batch_size) for task in asked} == {(8, 8), (4, 8)}
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_empty_store_lacks_everything_once(world: World, size: int) -> None:
         tasks = missing(grid, store, size=size)
         assert units(grid, tasks) == Counter(world.units())
         assert all(len(task.images) <= max(size, world.client_batch or 1) for task in tasks)
-        assert all(task.spec is grid.jobs[task.case].spec for task in tasks)
+        assert all(task.spec is grid.tasks[task.case].spec for task in tasks)
         run(store, grid, tasks)
         assert once(store)
         assert missing(grid, store, size=size) == []
@@ -181,10 +181,10 @@ def test_empty_store_lacks_everything_once(world: World, size: int) -> None:
 def test_shards_are_disjoint_and_make_the_whole(world: World, count: int, size: int) -> None:
     grid = world.grid()
     with a_store() as store:
-        shards = [missing(grid, store, size=size, share=Share(n, count)) for n in range(1, count + 1)]
+        shards = [missing(grid, store, size=size, share=(n, count)) for n in range(1, count + 1)]
         assert sum((units(grid, shard) for shard in shards), Counter()) == Counter(world.units())
         run(store, grid, shards[0])
-        assert missing(grid, store, size=size, share=Share(1, count)) == []
+        assert missing(grid, store, size=size, share=(1, count)) == []
         left = [task for shard in shards[1:] for task in shard]
         assert units(grid, missing(grid, store, size=size)) == units(grid, left)
 
@@ -197,7 +197,7 @@ def test_any_interleaving_of_kill_and_resume_gives_the_whole(world: World, data:
     with a_store() as store:
         for _ in range(data.draw(st.integers(1, 5))):
             size, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
-            share = Share(data.draw(st.integers(1, count)), count)
+            share = (data.draw(st.integers(1, count)), count)
             tasks = data.draw(st.permutations(missing(grid, store, size=size, share=share)))
             run(store, grid, tasks[: data.draw(st.integers(0, len(tasks)))])  # and here it is killed
         run(store, grid, missing(grid, store))
@@ -206,8 +206,8 @@ def test_any_interleaving_of_kill_and_resume_gives_the_whole(world: World, data:
         images = {number: f"{number:064x}" for number in world.images}
         wanted = {
             (cell, images[number], geometry)
-            for job in grid.jobs
-            for name, cell in job.cells.items()
+            for whole in grid.tasks
+            for name, cell in whole.cells.items()
             for number in world.images
             for geometry in (GEOMETRIES[:1] if name in CONTROLS else GEOMETRIES)
         }
@@ -303,7 +303,7 @@ def test_cells_that_cases_have_in_common_are_planned_once(world: World, size: in
 )
 def test_clients_batches_are_planned_whole(world: World, size: int, data: st.DataObject) -> None:
     grid, b = world.grid(), world.client_batch or 1
-    whole = {tuple(job.images[first : first + b]) for job in grid.jobs for first in range(0, len(job.images), b)}
+    whole = {tuple(task.images[first : first + b]) for task in grid.tasks for first in range(0, len(task.images), b)}
     count = data.draw(st.integers(1, 4))
     with a_store() as store:
         done = missing(grid, store, size=1)
@@ -314,14 +314,14 @@ def test_clients_batches_are_planned_whole(world: World, size: int, data: st.Dat
             if torn is not None:
                 pq.write_table(torn, parts[0])
         for share in range(1, count + 1):
-            for task in missing(grid, store, size=size, share=Share(share, count)):
+            for task in missing(grid, store, size=size, share=(share, count)):
                 assert {task.images[first : first + b] for first in range(0, len(task.images), b)} <= whole
 
 
 @pytest.mark.parametrize(("number", "count"), [(0, 1), (2, 1), (-1, 3), (1, 0), (0, 0)])
 def test_no_such_share(number: int, count: int) -> None:
     with pytest.raises(PrivlabError, match=rf"--shard must be I/N with 1 ≤ I ≤ N. Found {number}/{count}."):
-        Share(number, count)
+        Options(share=(number, count))
 
 
 # What was kept of an earlier run
@@ -339,7 +339,7 @@ def test_later_metrics_are_scored_from_what_was_kept() -> None:
     grid = late.grid()
     with a_store() as store:
         run(store, early.grid(), missing(early.grid(), store))
-        one, two, three = (image.sha256 for image in grid.jobs[0].images)
+        one, two, three = (image.sha256 for image in grid.tasks[0].images)
         keep(store, {"x": [f"0/april/{one}", f"0/patch-gradient/{one}", f"0/april/{two}"], "y": [f"0/april/{three}"]})
         wanted = {(("april", "patch-gradient"), one): ["x"]}
         found = {(task.attacks, task.images[0].sha256): task for task in missing(grid, store, size=1)}
@@ -353,7 +353,7 @@ def test_later_metrics_are_scored_from_what_was_kept() -> None:
 def test_nothing_is_scored_from_what_was_kept_of_images_that_have_no_record() -> None:
     grid = World([1]).grid()
     with a_store() as store:
-        sha256 = grid.jobs[0].images[0].sha256
+        sha256 = grid.tasks[0].images[0].sha256
         keep(store, {"x": [f"0/april/{sha256}", f"0/patch-gradient/{sha256}"]})
         assert [task.kept for task in missing(grid, store)] == [()]  # no record says what that was
 
@@ -374,10 +374,12 @@ def test_settings_b_and_c_of_the_same_images_are_one_task() -> None:
     images = (Reference("0.png", "0" * 64, None),)
     specs = [Specification(models=("vit_ti",), settings=(setting,)) for setting in "bca"]
     b, c, a = (
-        Task(i, spec, spec.settings, images, ATTACKS[:1], METRICS, controls=True) for i, spec in enumerate(specs)
+        Task(i, spec, spec.settings, images, dict.fromkeys((ATTACKS[0], *CONTROLS), str(i)), METRICS)
+        for i, spec in enumerate(specs)
     )
     (both,) = joined([b, c])
     assert (both.spec.settings, both.case, both.images) == (("b", "c"), b.case, images)
-    for other in (a, replace(c, images=()), replace(c, attacks=ATTACKS[:2]), replace(c, kept=("file",))):
+    for other in (a, replace(c, images=()), replace(c, cells={**c.cells, ATTACKS[1]: "1"}), replace(c, kept=("file",))):
         assert joined([b, other]) == [b, other]
-    assert joined([a, b, c]) == [a, both]
+    first, other = joined([a, b, c])
+    assert (first, vars(other)) == (a, vars(both))

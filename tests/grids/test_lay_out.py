@@ -17,10 +17,10 @@ CPU = torch.device("cpu")
 
 def test_layout_names_every_cell_and_image(experiment: Callable[..., Experiment], photos: Path) -> None:
     grid = lay_out(experiment('[grid]\nsetting = ["a", "c"]\ngamma = [0.5, 1]', seeds=[0, 1]), CPU)
-    assert [job.case for job in grid.jobs] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert all(set(job.cells) == {"patch-gradient", *CONTROLS} for job in grid.jobs)
-    assert [image.name for image in grid.jobs[0].images] == ["a.png", "b.png", "c.png", "d.png"]
-    plain, shuffled = (Counter(job.cells["patch-gradient"] for job in grid.jobs[i : i + 4]) for i in (0, 4))
+    assert [task.case for task in grid.tasks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(set(task.cells) == {"patch-gradient", *CONTROLS} for task in grid.tasks)
+    assert [image.name for image in grid.tasks[0].images] == ["a.png", "b.png", "c.png", "d.png"]
+    plain, shuffled = (Counter(task.cells["patch-gradient"] for task in grid.tasks[i : i + 4]) for i in (0, 4))
     assert set(plain.values()) == {2}  # setting a knows no γ
     assert set(shuffled.values()) == {1}
     assert f"{photos}: 4 images" in grid.facts()["images"]["source"]
@@ -32,23 +32,23 @@ def test_content_that_lies_there_twice_counts_once(
     for name in ("b", "a", "c"):
         image(tmp_path / "twice" / f"{name}.png", 7)
     (tmp_path / "twice" / "d.png").write_bytes(b"no image")
-    (job,) = lay_out(experiment(images=[str(tmp_path / "twice")]), CPU).jobs
-    assert [(image.place, image.name) for image in job.images] == [(0, "a.png"), (3, "d.png")]
-    assert all(len(image.sha256) == 64 for image in job.images)
+    (task,) = lay_out(experiment(images=[str(tmp_path / "twice")]), CPU).tasks
+    assert [(image.place, image.name) for image in task.images] == [(0, "a.png"), (3, "d.png")]
+    assert all(len(image.sha256) == 64 for image in task.images)
 
 
 def test_attack_that_can_run_on_no_case_is_refused(experiment: Callable[..., Experiment]) -> None:
     with pytest.raises(PrivlabError, match=r"^'patch-gradient'"):
         lay_out(experiment(model="vit_ti_nope"), CPU)
     mixed = '[[case]]\n[[case]]\nlabel = "without"\nmodel = "vit_ti_nope"'
-    jobs = lay_out(experiment(mixed), CPU).jobs
-    assert [list(job.refused) for job in jobs] == [[], ["patch-gradient"]]
-    assert list(jobs[1].cells) == list(CONTROLS)
+    tasks = lay_out(experiment(mixed), CPU).tasks
+    assert [list(task.refused) for task in tasks] == [[], ["patch-gradient"]]
+    assert list(tasks[1].cells) == list(CONTROLS)
 
 
 def test_metric_that_cannot_be_computed_here(experiment: Callable[..., Experiment], tmp_path: Path) -> None:
     grid = lay_out(experiment(metrics=["psnr", "f_sim", "lpips_alex"]), CPU)
-    assert [job.metrics for job in grid.jobs] == [("psnr",)]
+    assert [task.metrics for task in grid.tasks] == [("psnr",)]
     assert set(grid.missing) == {"f_sim", "lpips_alex"}
     assert sum("is n/a: " in message for message in grid.messages) == 2
 
@@ -57,7 +57,7 @@ def test_victim_is_loaded_once_for_all_its_cases(
     experiment: Callable[..., Experiment], tmp_path: Path, options: Any
 ) -> None:
     cases = "".join(f'[[case]]\nlabel = "{i}"\nmodel = "{m}"\n' for i, m in enumerate(["vit_ti", "deit_ti"] * 2))
-    _, tasks = prepare(experiment(cases, metrics=["mse"]), tmp_path, options(chunk=2))
+    _, tasks = prepare(experiment(cases, metrics=["mse"]), tmp_path / "run", options(chunk=2))
     assert [task.spec.models[0] for task in tasks] == ["deit_ti"] * 2 + ["vit_ti"] * 2
 
 

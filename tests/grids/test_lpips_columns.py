@@ -115,4 +115,4 @@ def test_a_table_that_goes_on_keeps_its_network(
     grid, tasks = prepare(asked, path, options())
     assert (grid.experiment.layout.columns, tasks) == (("psnr", "lpips_squeeze"), [])
     assert lay_out(asked, CPU, begun=RunDirectory(path).begun()).missing == {}
-    assert set(SETTINGS) >= {job.setting for job in grid.jobs}
+    assert set(SETTINGS) >= {task.settings[0] for task in grid.tasks}

@@ -15,7 +15,7 @@ from privlab.base import PrivlabError
 from privlab.evaluation import COLUMNS
 from privlab.grids import Experiment, lay_out, read_experiment
 from privlab.report.tables import apart, apart_lines, load_results
-from privlab.stores import RunDirectory, Store, merge
+from privlab.stores import Store, merge
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def listed(path: Path) -> list[tuple[str, str, str]]:
 
 
 def names(experiment: Experiment) -> list[list[str]]:
-    return [[image.name for image in job.images] for job in lay_out(experiment, CPU).jobs]
+    return [[image.name for image in task.images] for task in lay_out(experiment, CPU).tasks]
 
 
 def test_positions_in_a_file(experiment: Callable[..., Experiment]) -> None:
@@ -200,7 +200,7 @@ def test_picture_that_changes_under_way_is_a_failure_of_its_own(
     experiment = read_experiment(write(images=[str(tmp_path / "own")], manifest=str(path)))
     grid, tasks = prepare(experiment, tmp_path / "run", options())
     image(tmp_path / "own" / "b.png", 99)
-    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), options())
+    fill(grid, tasks, tmp_path / "run", options())
     table = (
         Store(tmp_path / "run").frame().query("attack == 'patch-gradient'").drop_duplicates("image").set_index("image")
     )

@@ -223,7 +223,7 @@ attack = ["pe-assignment"]\nclient_batch = 2"""
         raise AssertionError
 
     with monkeypatch.context() as patch:  # no attack runs again
-        patch.setattr("privlab.evaluation.pipeline.attack_batch", never)
+        patch.setattr("privlab.evaluation.check.attack_batch", never)
         assert cli("table", late, "--out", tmp_path / "twice", *options).status == 0
     same(tmp_path / "twice", tmp_path / "once")
 

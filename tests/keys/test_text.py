@@ -67,7 +67,7 @@ def text_shape(model: nn.Module) -> ModelShape:
 def bert() -> nn.Module:
     return transformers.BertModel(
         transformers.BertConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=24,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES,
         )
     )  # fmt: skip
@@ -76,7 +76,7 @@ def bert() -> nn.Module:
 def gpt2() -> nn.Module:
     return transformers.GPT2Model(
         transformers.GPT2Config(
-            n_embd=16, n_layer=2, n_head=4, n_inner=24, n_positions=8, bos_token_id=0, eos_token_id=0,
+            n_embd=64, n_layer=2, n_head=8, n_inner=24, n_positions=8, bos_token_id=0, eos_token_id=0,
             embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, **SIZES,
         )
     )  # fmt: skip
@@ -107,7 +107,7 @@ def backbone(model: nn.Module, Z: Tensor, columns: Tensor | None = None) -> Tens
 
 
 def features(seed: int = 1) -> Tensor:
-    return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def keyed(model: nn.Module, key: ModelKey) -> nn.Module:
@@ -189,7 +189,7 @@ def test_rows_go_through_bert_and_not_through_gpt2() -> None:
 def test_models_with_heads_are_keyed_too(head: str, make: Callable[[], nn.Module]) -> None:
     model = getattr(transformers, head)(make().config)
     shape, layout, state = text_shape(model), text_layout(model), model.state_dict()
-    key = residual_only(torch.arange(16).flip(0), shape)
+    key = residual_only(torch.arange(64).flip(0), shape)
     found = apply_key(state, key, shape, layout)
     moved = {name for name, tensor in state.items() if not torch.equal(found[name], tensor)}
     assert moved

@@ -108,6 +108,7 @@ def test_a_predictor_beats_chance_and_helps_the_borders(kind: type[Predicted], t
         assert both >= borders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ByMp3, ByDropPos])
 def test_patches_that_are_alike_stay(kind: type[Predicted], trained: dict[str, str]) -> None:
     patches = tiles(pictures(2, 2), PATCH)

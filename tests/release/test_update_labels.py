@@ -104,6 +104,7 @@ def test_every_bias_that_rises_under_a_sigmoid_is_a_label(model: VictimModel, cr
     assert labels_of_update(own) == Told((2, 5, 9), (2, 5, 9))
 
 
+@pytest.mark.slow
 def test_noise_tells_no_label(model: VictimModel, crops: Tensor) -> None:
     """On noise alone 1 of 1,000 updates may name one; of 200 none does, and of the signs of Adam's none."""
     clean = seen_of(model, crops, [0])

@@ -100,6 +100,7 @@ def test_a_true_gradient_is_nothing_else(model: VictimModel, images: Tensor, los
         assert update_in(g, model, size, "f") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-2, 1e-3, 1e-5])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("optimiser", [torch.optim.Adam, torch.optim.AdamW])

@@ -106,6 +106,7 @@ def test_looks(
     assert tab.requests() == [file.as_uri()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390])
 def test_nothing_sticks_out_on_a_phone(file: Path, open_page: Open, width: int) -> None:
     tab = open_page(file, width=width, height=700)

@@ -107,6 +107,7 @@ def test_bars_are_told_apart_without_colour(table: Results) -> None:
     assert max(plain) - min(plain) > 0.4
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_said_and_never_a_bar(table: Results) -> None:
     records = table.records[(table.records.case != 2) | (table.records.attack != "april")]
     refused = replace(table.cases[2], refused={"april": "no position embeddings"})

@@ -148,7 +148,8 @@ def test_progress_is_shown_on_a_terminal_alone(wanted: bool, terminal: bool, mon
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_a_run_tells_of_every_image(tmp_path: Path) -> None:
-    from privlab.runs import execute, specify
+    from privlab.grids import specify
+    from privlab.runs import execute
 
     told: list[tuple[int, int]] = []
     execute(

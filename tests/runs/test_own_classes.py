@@ -15,8 +15,8 @@ from privlab.attacks import PatchGradient
 from privlab.base import PrivlabError
 from privlab.defenses import GradientNoise
 from privlab.evaluation import completed
-from privlab.grids import Engine
-from privlab.runs.attack import execute, specify
+from privlab.grids import Engine, specify
+from privlab.runs import execute
 from privlab.threat import Attack, Feed, GradientDefense
 
 TINY: dict[str, Any] = {"weights": "random", "img_size": 32, "limit": 1, "metrics": "psnr", "progress": False}

@@ -117,6 +117,7 @@ def test_only_under_autocast_a_residual_of_rounding_explains() -> None:
     assert not is_explained(0.06)
 
 
+@pytest.mark.slow
 def test_bf16_is_fitted_or_explained_without(tiny_model: Model, crops: Tensor) -> None:
     true = replace(THREE, autocast="bf16")
     found = fit_client(replace(update_of(tiny_model().float(), true, crops[:1]), client=THREE), 3, "files")

@@ -202,6 +202,7 @@ def wait_for(events: list[dict[str, Any]], name: str) -> dict[str, Any]:
     raise AssertionError(f"no {name} in {events}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_told_to_stop_finishes_the_step_and_ends_well(
     number: int, spawn: Any, killer: Any, tiny: Any, check: Any, tmp_path: Path

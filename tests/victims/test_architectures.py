@@ -62,6 +62,7 @@ def make(kind: str, **options: Any) -> nn.Module:
     return vit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_victim_is_the_model_and_its_gradients_are_autograds(kind: str) -> None:
     """To all images alike, and of every parameter that is said to be released."""

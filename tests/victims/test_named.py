@@ -148,6 +148,7 @@ def test_pretrained_weights_that_cannot_be_had_are_refused(monkeypatch: pytest.M
         victim("timm:vit_base_patch16_xp_224", weights="pretrained")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_network")
 def test_timms_cache_counts(tmp_path: Path) -> None:
     cached = tmp_path / "hub" / "checkpoints" / "deit_tiny_patch16_224-a1311bcf.pth"

@@ -95,6 +95,7 @@ def test_a_model_without_classifier_is_given_a_head(tiny_vit: Vit) -> None:
     assert own.num_classes == 0
 
 
+@pytest.mark.slow
 def test_a_head_is_for_weights_without_one(tmp_path: Path) -> None:
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0)
     save(vit.state_dict(), tmp_path / "bare.safetensors")
@@ -411,6 +412,7 @@ def test_other_precisions_are_compared_by_their_own_rounding(dtype: torch.dtype)
         victim(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -16,8 +17,10 @@ from privlab.report.tables.formats import Cell, Column, Line, Table
 from privlab.report.tables.leakage import Row, headline
 from privlab.report.tables.results import Results, case_names
 from privlab.report.tables.table import decimals, figure_text, heading, mean_text, metric_title, some
-from privlab.runs import Outcome
 from privlab.threat import Client
+
+if TYPE_CHECKING:
+    from privlab.report.run import Run
 
 _SETTINGS = {
     "a": "a, nothing is defended, and the private image x is the reference",
@@ -176,7 +179,7 @@ def shown_metrics(metrics: Sequence[str]) -> list[str]:
     return [name for name in order if name in metrics and name not in beside(metrics)]
 
 
-def missing_metrics(outcome: Outcome, shown: Sequence[str]) -> list[str]:
+def missing_metrics(outcome: "Run", shown: Sequence[str]) -> list[str]:
     """Return one line for each shown metric that is n/a, or has fewer images than there are, with the reason."""
     scored = outcome.records.loc[outcome.records.status == "ok"]
     tried = " " + scored.metrics.fillna("") + " "
@@ -189,10 +192,9 @@ def missing_metrics(outcome: Outcome, shown: Sequence[str]) -> list[str]:
     return [f"{name}: n/a ({reasons[name]})" for name in shown if name in reasons]
 
 
-def verdicts(outcome: Outcome) -> list[str]:
+def verdicts(outcome: "Run") -> list[str]:
     """Return one line per victim on its weights, defense and seed, and one on the threat model."""
-    spec = outcome.spec
-    lines = []
+    spec, lines = outcome.spec, []
     for base in outcome.victims:
         at_work = [defense_of(spec, base, setting) for setting in spec.settings]
         parts = (part for stack in at_work for part in stack.parts)
