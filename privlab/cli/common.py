@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TimeRemainingColumn
+from rich.protocol import rich_cast
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -282,7 +283,7 @@ def print_fitted(shown: RenderableType) -> None:
 
     Without either, a table is as wide as it is, and all else has 80 columns.
     """
-    width = Console().width
+    shown, width = rich_cast(shown), Console().width
     if isinstance(shown, Table):
         measured = _Fitted(width=10_000).measure(shown)
         known = sys.stdout.isatty() or "COLUMNS" in os.environ

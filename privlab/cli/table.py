@@ -163,23 +163,15 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure:
 def _print_results(
     run: "Run", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
 ) -> int:
-    from privlab.report.tables import apart, apart_lines, flag_lines, headline, leakage_table, scope
     from privlab.report.tables.compare import compare as against
 
-    results = run.results
-    below = (*apart_lines(apart(results)), *flag_lines(run.flags))
-    table = leakage_table(
-        results,
-        results.rows if all_attacks else headline(results.rows),
-        remarks=(*run.lead, scope(results.records), *below),
-        verdicts={verdict.case: str(verdict) for verdict in run.verdicts},
-    )
+    results, table = run.results, run.table(all_attacks=all_attacks)
     if format_ is not None:
         click.echo(table.render(format_, standalone=standalone), nl=False)
     elif not (results.records.status == "ok").any():
         click.echo(f"Nothing could be scored. run: {results.path}")
     else:
-        shared.print_fitted(table.to_rich())
+        shared.print_fitted(table)
         click.echo(f"run: {results.path}")
     if other is not None:
         for moved in against(other, results) or ["No cell moved by more than its interval."]:

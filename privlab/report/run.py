@@ -2,18 +2,17 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
-from io import StringIO
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.padding import Padding
 from rich.text import Text
 from torch import Tensor
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from privlab.evaluation import Specification
-    from privlab.victims import Victim
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +34,11 @@ class Run:
     Args:
         path: the directory.
         ran: the specification that this process ran, if it did.
-        victims: those that it attacked; files hold no models.
         geometry: the layout of the patches whose scores are compared; by default that of the run.
     """
 
     path: Path
     ran: "Specification | None" = None
-    victims: "Sequence[Victim]" = ()
     geometry: str | None = None
 
     @cached_property
@@ -110,24 +106,31 @@ class Run:
         """Return whether an image is proven to leak from an audited release; None where that is not known."""
         return self.results.facts.get("leaks")
 
-    def table(self, geometry: str = "in_place") -> pd.DataFrame:
-        """Return the means over the images: a row for each victim, setting and attack, and of a grid for each case.
+    def table(self, *, geometry: str | None = None, all_attacks: bool = True) -> "tables.Table":
+        """Return the leakage table: the means over the images, by case, attack and control.
 
-        A grid's table has a column for each argument that was varied.
+        `print` shows it, a notebook too; `.data` is a DataFrame, and `.render` writes Markdown, LaTeX, CSV, JSON and
+        HTML. `privlab table` and `privlab attack --details` print the same object.
 
         Args:
-            geometry: the layout of the patches that is scored: "in_place", "oracle" or "reassembled".
+            geometry: the layout of the patches that is scored: "in_place", "oracle" or "reassembled"; by default that
+                of the run.
+            all_attacks: whether there is a row for every attack and control, or only for those that a paper shows.
         """
-        results = self.results.laid_out(geometry=geometry)
-        if "specification" in results.facts:
-            return pd.DataFrame() if results.records.empty else tables.summarise(results)
-        found = [pd.DataFrame()]
-        for number, case in enumerate(results.cases):
-            own = results.records[results.records.case == number]
-            if len(own):
-                table = tables.summarise(tables.results_of(own, results.layout.columns, geometry))
-                found.append(table.assign(case=case.label, **case.options))
-        return pd.concat(found, ignore_index=True)
+        run = self if geometry is None else replace(self, geometry=geometry)
+        results, about = run.results, [*run.lead, tables.scope(run.records)]
+        again = None
+        if "specification" in results.facts:  # a run, where the paper's attack has one row; in a grid it has two
+            results = tables.with_placement(results)
+            again = "attack", results.layout.paper_attack
+            about = [*tables.remarks_of(results, run.spec, run.missing), *about]
+        rows = results.rows if all_attacks else tables.headline(results.rows)
+        return tables.leakage_table(
+            results,
+            [row for row in rows if (row.kind, row.attack) != again],
+            remarks=(*about, *tables.apart_lines(tables.apart(results)), *tables.flag_lines(run.flags)),
+            verdicts={verdict.case: str(verdict) for verdict in run.verdicts},
+        )
 
     def images(self, attack: str = "private") -> Float[Tensor, "b c h w"]:
         """Return the images of the first case that the run kept, in 8 bits.
@@ -167,7 +170,7 @@ class Run:
 
     def to_latex(self, path: str | Path | None = None) -> str:
         """Return the leakage table as LaTeX, and write it if there is a path."""
-        text = tables.leakage_table(self.results, tables.headline(self.results.rows)).render("latex")
+        text = self.table(all_attacks=False).render("latex")
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -192,35 +195,30 @@ class Run:
         return sorted(self.path.glob("strips/*.png"))
 
     def _weakness(self, width: int) -> str:
-        """Return the flags as one line of at most `width` characters, with a command that explains one of them."""
-        if not self.flags:
-            return "Weakened by: nothing that privlab looks for."
+        """Return the flags as one line, as many as fit into the width, with the command that explains them."""
         heads = [flag.head for flag in self.flags]
-        command = f"privlab explain {min(heads, key=len).replace(' ', '-').casefold()}"
+        line = "Weakened by: nothing that privlab looks for"
         for shown in range(len(heads), 0, -1):
             more = f" and {len(heads) - shown} more" if shown < len(heads) else ""
-            line = f"Weakened by: {'; '.join(heads[:shown])}{more} ({command})"
+            line = f"Weakened by: {'; '.join(heads[:shown])}{more} (privlab explain flags)"
             if len(line) <= width:
-                return line
-        return f"Weakened by {len(heads)} flag{'s' * (len(heads) > 1)} ({command})"
+                break
+        return line
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield what a terminal shows: the verdict, a table of the cases, what weakens it, and where the images are."""
         yield Text("Verdict", style="bold")
         for line in self.verdict.splitlines():
-            yield Padding(Text(line), (0, 0, 0, 2), expand=False)
-        yield tables.overview(self.results).to_rich()
-        yield self._weakness(options.max_width)
+            yield Text(_indented(line, options.max_width))
+        yield tables.overview(self.results)
+        yield Text(self._weakness(options.max_width), no_wrap=True, overflow="ignore")
         pictures = self.path / ("strips" if self._strips() else "pictures")
         where = str(pictures) if pictures.is_dir() else "none were kept"
         yield Text(f"Pictures: {where}", no_wrap=True, overflow="ignore")
 
     def __str__(self) -> str:
         """Return what a terminal of 80 columns shows."""
-        console = Console(width=80, file=StringIO())
-        with console.capture() as captured:
-            console.print(self, crop=False)
-        return captured.get()
+        return tables.terminal_text(self)
 
     def _repr_html_(self) -> str:
         from privlab.images import data_uri
@@ -232,6 +230,12 @@ class Run:
         verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
         shown = tables.overview(self.results).render("html")
         return f"{verdict}{shown}<p>{escape(self._weakness(500))}</p>{strips}"
+
+
+def _indented(line: str, width: int) -> str:
+    return fill(
+        line, width, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 STRIPS_SHOWN = 3

@@ -39,11 +39,11 @@ def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callabl
     assert all(Client(**each) == Client(lr=0.1, steps=3) for each in told)
     assert (frame[frame.attack == "patch-update"].psnr > 60).all()
     assert frame[frame.attack.isin(CONTROLS)].psnr.max() < 40
-    assert {row["attack"]: row["n"] for row in done["rows"]}["patch-update"] == 2
+    assert {row["attack"]: row["images"] for row in done["rows"]}["patch-update"] == 2
     stated = json.loads(Path(done["run"], "run.json").read_text())
     assert stated["specification"]["client"] == "sgd"
     assert stated["specification"]["options"] == ["client.lr=0.1", "client.steps=3"]
-    assert any("updates of clients with 1 image and 3 steps of sgd, lr 0.1" in line for line in done["verdict"])
+    assert any(f"updates of {Client(lr=0.1, steps=3)!r}" in line for line in done["verdict"])
     assert any("sees the update" in line for line in done["verdict"])
     shares = frame[frame.geometry == "in_place"].set_index("attack").explained
     assert shares["patch-update"].min() > 0.9999

@@ -37,7 +37,7 @@ def test_mlflow_is_given_parameters_means_verdict_and_files(run: privlab.Run, mo
         mlflow.log_params.call_args, mlflow.log_metrics.call_args, mlflow.set_tags.call_args
     ))  # fmt: skip
     assert (parameters["settings"], parameters["seed"], "client" in parameters) == (["a"], 0, False)
-    table = run.table().set_index("attack").psnr
+    table = run.table().data.set_index("attack").psnr
     assert means[KEY.replace(",", "_")] == table["patch-gradient"] > 60
     assert len(means) == len(table)
     assert tags["verdict"] == run.verdict
@@ -70,7 +70,7 @@ def test_a_grid_logs_the_settings_that_its_cases_share(
     assert parameters["settings"] == ["c"]
     assert "options" not in parameters
     means = mlflow.log_metrics.call_args.args[0]
-    assert len(means) == len(grid.table())
+    assert len(means) == len(grid.table().data)
     assert len({name.split("/")[0] for name in means}) == 2
 
 

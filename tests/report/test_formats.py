@@ -41,7 +41,8 @@ from privlab.report.tables.leakage import Kind
 def laid_out(
     rows: Sequence[Row], layout: Layout, *, title: str = "", source: str | None = None, **options: Any
 ) -> Table:
-    results = Results("t", title, source, (), layout, (), {}, pd.DataFrame(), {}, Path())
+    cases = tuple(CaseFacts(str(i)) for i in range(1 + max((row.case for row in rows), default=0)))
+    results = Results("t", title, source, cases, layout, (), {}, pd.DataFrame(), {}, Path())
     return leakage_table(results, rows, **options)
 
 
@@ -325,7 +326,7 @@ def test_headings() -> None:
 
 def printed(table: Table, width: int) -> list[str]:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(table.to_rich())
+    console.print(table)
     return console.export_text().splitlines()
 
 

@@ -8,10 +8,13 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import zip_longest
 from typing import Literal
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table as RichTable
@@ -46,21 +49,6 @@ class Column:
     head: str
     kind: Literal["words", "count", "figure"] = "words"
 
-    @property
-    def rule(self) -> str:
-        """Return how Markdown aligns it."""
-        return ":--" if self.kind == "words" else "--:"
-
-    @property
-    def tex(self) -> str:
-        """Return how LaTeX aligns it; a figure and its interval are columns of their own."""
-        return {"words": "l", "count": "r", "figure": r"r@{\,}l"}[self.kind]
-
-    @property
-    def style(self) -> str:
-        """Return how HTML aligns it; numbers are aligned by the style sheet of a notebook."""
-        return ' style="text-align:left"' if self.kind == "words" else ""
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -91,12 +79,15 @@ class Line:
 class Table:
     """A table: its columns, its lines, and the notes under it, each with its mark or an empty text.
 
+    It can be printed, and a notebook shows it.
+
     Args:
         columns: the columns, of which the first one names the lines.
         lines: the lines, from the top.
         notes: pairs of a mark and a text.
         title: the title, or an empty text.
         records: what CSV has a line for, by its columns; by default the cells.
+        options: what `data` has of each record besides.
         facts: what JSON holds; by default the title, the records and the notes.
     """
 
@@ -105,7 +96,14 @@ class Table:
     notes: Sequence[tuple[str, str]] = ()
     title: str = ""
     records: Sequence[Mapping[str, object]] = ()
+    options: Sequence[Mapping[str, object]] = ()
     facts: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def data(self) -> pd.DataFrame:
+        """Return the figures in full, with a row for each line; what was not measured is NaN."""
+        pairs = zip_longest(self.options, self._flat(), fillvalue={})
+        return pd.DataFrame([{**options, **record} for options, record in pairs])
 
     def render(self, form: str, *, standalone: bool = False) -> str:
         """Return the table as text, in one of `FORMATS`.
@@ -125,41 +123,44 @@ class Table:
             return self._csv()
         headings = sum(not line.cells for line in self.lines)
         height = 4 * (4 + len(self.lines) + headings + sum(1 + len(text) // 90 for _, text in self.notes))
-        template = _templates().get_template(f"table.{_SUFFIX[form]}")
-        return template.render(
-            **{name: getattr(self, name) for name in ("columns", "lines", "notes", "title")},
-            cases=self._has_cases,
-            height=max(297, 50 + height),
-            standalone=standalone,
-            width=len(self.columns) + sum(column.kind == "figure" for column in self.columns),
+        return (
+            _templates()
+            .get_template(f"table.{_SUFFIX[form]}")
+            .render(table=self, cases=self._has_cases, height=max(297, 50 + height), standalone=standalone)
         )
 
-    def to_rich(self) -> RichTable:
+    def __rich__(self) -> RichTable:
         """Return the table for a terminal: an interval is placed under its figure, and names are wrapped to fit."""
         shown = RichTable(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        figures = any(column.kind == "figure" for column in self.columns)
+        indent = _INDENT if self._has_cases else 0
         for place, column in enumerate(self.columns):
             texts = [column.head, *(line.cells[place].text for line in self.lines if line.cells)]
             least = max((len(word) for text in texts for word in text.split()), default=0)
-            if place == 0 and figures:  # names would otherwise be wrapped to a word a line
-                least = _INDENT + max(least, min(_NAME_WIDTH, max(map(len, texts))))
+            whole = column.kind == "figure" or max(len(line) for text in texts for line in text.split("\n")) <= least
+            if place == 0 and indent:  # names would otherwise be wrapped to a word a line
+                least = indent + max(least, min(_NAME_WIDTH, max(map(len, texts))))
             justify = "left" if column.kind == "words" else "right"
-            no_wrap = column.kind == "figure"
-            shown.add_column(escape(column.head), justify=justify, min_width=least, no_wrap=no_wrap)
-        indent = _INDENT if self._has_cases else 0
+            shown.add_column(escape(column.head), justify=justify, min_width=least, no_wrap=whole, overflow="fold")
         for line in self.lines:
             if line.of_group:
                 shown.add_section()
-            if not line.cells:
+            if line.cells:
+                first, *others = (cell.markup for cell in line.cells)
+                shown.add_row(Padding(first, (0, 0, 0, indent), expand=False), *others)
+            else:
                 heading = escape(line.heading)
                 shown.add_row(f"[italic]{heading}[/italic]" if line.of_group else heading)
-                continue
-            first, *others = (cell.markup for cell in line.cells)
-            shown.add_row(Padding(first, (0, 0, 0, indent), expand=False), *others)
         shown.title = Text(self.title) if self.title else None
         shown.caption = Text("\n".join(f"({mark}) {text}" if mark else text for mark, text in self.notes))
         shown.title_justify = shown.caption_justify = "left"
         return shown
+
+    def __str__(self) -> str:
+        """Return what a terminal shows."""
+        return terminal_text(self)
+
+    def _repr_html_(self) -> str:
+        return self.render("html")
 
     @property
     def _has_cases(self) -> bool:
@@ -182,6 +183,14 @@ class Table:
         return out.getvalue()
 
 
+def terminal_text(shown: RenderableType, width: int = 80) -> str:
+    """Return what a terminal of a width shows."""
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(shown, crop=False)
+    return captured.get()
+
+
 _SUFFIX = {"latex": "tex", "markdown": "md", "html": "html"}
 
 
@@ -196,19 +205,13 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    found.filters |= {"md": _markdown, "md_cell": _markdown_cell}
-    found.filters |= {"tex": to_tex, "tex_words": _tex_words, "tex_head": _tex_head, "tex_cells": _tex_cells}
+    found.filters |= {"md": _markdown, "tex": to_tex, "tex_words": _tex_words, "tex_figure": _tex_figure}
     return found
 
 
 def _markdown(text: str) -> str:
     """Escape characters that Markdown or HTML would read as markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
-
-
-def _markdown_cell(cell: Cell) -> str:
-    text = f"**{cell.text}**" if cell.bold else _markdown(cell.text)
-    return text + (f" ± {cell.interval}" if cell.interval else "") + (f"<sup>{cell.mark}</sup>" if cell.mark else "")
 
 
 def to_tex(text: str) -> str:
@@ -238,22 +241,9 @@ def _tex_words(text: str) -> str:
     return to_tex(re.sub(r"\bgamma\b(?=[ =]+[\d.])", "γ", text))
 
 
-def _tex_head(column: Column) -> str:
-    head = to_tex(column.head)
-    return rf"\multicolumn{{2}}{{c}}{{{head}}}" if column.kind == "figure" else head
-
-
-def _tex_cells(line: Line, columns: Sequence[Column]) -> list[str]:
-    """Return the cells of a line; an interval has a cell of its own."""
-    cells = []
-    for column, cell in zip(columns, line.cells, strict=True):
-        if column.kind != "figure":
-            cells.append(to_tex(cell.text) + (rf"\textsuperscript{{{cell.mark}}}" if cell.mark else ""))
-            continue
-        figure, interval = (re.sub(r"e([+-])0?(\d+)$", _tex_power, to_tex(text)) for text in (cell.text, cell.interval))
-        cells.append(rf"\textbf{{\boldmath {figure}}}" if cell.bold else figure)
-        cells.append(rf"\scriptsize$\pm$\,{interval}" if interval else "")
-    return cells
+def _tex_figure(text: str) -> str:
+    """Return a figure as LaTeX, with its power of ten as mathematics."""
+    return re.sub(r"e([+-])0?(\d+)$", _tex_power, to_tex(text))
 
 
 def _tex_power(found: re.Match[str]) -> str:

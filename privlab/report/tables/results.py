@@ -14,7 +14,7 @@ import pandas as pd
 
 from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
-from privlab.grids import KNOWN, Figure, Layout, beside, papers_attack
+from privlab.grids import Figure, Layout, columns_of, papers_attack
 from privlab.report.tables.leakage import NO_SCORE, Kind, Row, Score, leakage
 from privlab.report.tables.per_image import Scored, lead_metric, sign_of
 from privlab.stores import Place, RunDirectory, places_of
@@ -199,9 +199,7 @@ def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Resu
     spec = facts.get("specification")
     if spec is None:
         raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
-    own = [name for name in spec["metrics"] if name in KNOWN]
-    columns = [name for name in own if name not in beside(own)]
-    return results_of(records, columns or spec["metrics"], facts=facts, path=path)
+    return results_of(records, columns_of(spec["metrics"]), facts=facts, path=path)
 
 
 def results_of(

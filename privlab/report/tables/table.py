@@ -3,23 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from privlab.evaluation import CONTROLS
-from privlab.grids import KNOWN, Layout
+from privlab.grids import KNOWN, Layout, beside
+from privlab.metrics import METRICS, PLACEMENT
 from privlab.report.tables.formats import Cell, Column, Line, Table
 from privlab.report.tables.leakage import Row, conditions_that_differ
 from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric, sign_of
 from privlab.report.tables.results import Results
 
-OF_WORST = f"{WORST}: {BOUND}; its leakiest score over all attacks and draws, by each metric's own direction"
-OF_ADVERSARIES = "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more"
-OF_EXACT = "exact: every grey level is right; a mean PSNR over exact images is one of rounding"
-OF_ORACLE = (
-    "oracle: before scoring, the evaluator put the patches that were moved where they fit the image best, for attacks "
-    f"and controls alike; {CONTROLS[2]} would be the image itself, and is left out"
-)
 _MEASURED_KINDS = ("paper", "worst", "single", "attack")
 _SHORT_TITLES = {
     "placement_accuracy": "placed",
@@ -27,17 +21,6 @@ _SHORT_TITLES = {
     "f_sim": "F-SIM",
     "fft2d_mjp": "FFT2D (MJP)",
 }
-
-
-def of_interval(level: float) -> str:
-    """Return the note that explains what stands behind ±: an interval of the confidence level `level`, in (0, 1)."""
-    return f"±: farther end of the {100 * level:g} % interval of the mean over the images, by Student's t"
-
-
-def of_single(metrics: Sequence[str]) -> str:
-    """Return the note that explains the best single attack."""
-    by = metric_title(lead_metric(metrics))
-    return f"{SINGLE}: that with the leakiest mean over the images, by {by}, as the evaluator finds it"
 
 
 def metric_title(metric: str) -> str:
@@ -76,29 +59,16 @@ def figure_text(value: float, decimals: int) -> str:
     return ("−" if value < 0 else "") + f"{abs(value):{form}}".replace("e-0", "e-")
 
 
-def mean_text(mean: float, low: float, high: float, decimals: int) -> tuple[str, str]:
-    """Return a mean as text, and how far away the farther end of its interval is; an empty text without an interval.
+def shown_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return the metrics that the table of a run shows, in the order of MJP's Table 5; the records hold the others too.
 
-    Args:
-        mean: the mean.
-        low: the lower end of its interval.
-        high: the upper end of its interval.
-        decimals: digits after the point.
+    Metrics of other packages follow, and then those of rows, keys and utility.
     """
-    reach = max(high - mean, mean - low)
-    return figure_text(mean, decimals), figure_text(reach, decimals) if math.isfinite(reach) else ""
-
-
-def count_text(images: int, exact: int | None, failed: int) -> str:
-    """Return numbers of images as text: "20 (18 exact, 1 failed)".
-
-    Args:
-        images: those that have a score.
-        exact: those of them with every grey level right; None where that was not measured. 0 and None are not shown.
-        failed: those that have a failed record; 0 is not shown.
-    """
-    more = [f"{count} {what}" for count, what in ((exact, "exact"), (failed, "failed")) if count]
-    return f"{images}" + (f" ({', '.join(more)})" if more else "")
+    order = (
+        *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "ssim", "ssim_skimage"),
+        *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim", *METRICS.added, *PLACEMENT),
+    )
+    return tuple(name for name in order if name in metrics and name not in beside(metrics))
 
 
 def leakage_table(
@@ -107,21 +77,24 @@ def leakage_table(
     *,
     remarks: Sequence[str] = (),
     verdicts: Mapping[int, str] = MappingProxyType({}),
-    blocks: Mapping[tuple[int, str], str] | None = None,
 ) -> Table:
     """Return the leakage table of results: a line for each row, with the mean and its interval by each metric.
+
+    Records have every metric, and also the options of each case, which CSV leaves out. The table of one run of `privlab
+    attack` shows the metrics that `shown_metrics` names, and on which first block of the model each attack ran.
 
     Args:
         results: the title, the columns, the level of the intervals, and the conditions that differ from the paper's.
         rows: all of its rows, or those of `headline`.
         remarks: the last lines below the table.
         verdicts: the verdict on each case, by its number.
-        blocks: the first block of the model on which each attack ran, by the number of the case and the attack, if
-            there is a column for it.
     """
-    layout, source = results.layout, results.source
+    layout, blocks = results.layout, None
+    if "specification" in results.facts:
+        stated = results.records.dropna(subset=["block"]).drop_duplicates(["case", "attack"])
+        blocks = stated.set_index(["case", "attack"]).block.to_dict()
+        layout = replace(layout, columns=shown_metrics(layout.columns))
     remarks = [*conditions_that_differ(results), *remarks]
-    kinds, columns = {row.kind for row in rows}, layout.columns
     footnotes = dict.fromkeys(text for row in rows for text in _footnotes(row))
     marks = {text: _letters(i) for i, text in enumerate(footnotes)}
     leakiest = _leakiest_figures(rows, layout) if layout.bold else {}
@@ -132,58 +105,85 @@ def leakage_table(
         if above is None or (above.group, above.case) != (row.group, row.case):
             lines.append(Line(heading=row.label))
         above = row
-        counts = count_text(row.images, row.exact, row.failed) if row.images or row.failed else "—"
-        cells = [Cell(_name(row, columns), mark=",".join(marks[text] for text in _footnotes(row))), Cell(counts)]
-        if blocks is not None:
-            cells.insert(1, Cell(blocks.get((row.case, row.attack or ""), "—")))
-        for name in columns:
-            score = row.scores[name]
-            mean, interval = mean_text(score.mean, score.low, score.high, decimals(layout, name))
-            bold = row.kind in _MEASURED_KINDS and leakiest.get((row.group, name)) == mean
-            cells.append(Cell(mean, interval, bold))
-        lines.append(Line(cells))
-    within = "column and group" if any(row.group is not None for row in rows) else "column"
-    general = [
-        ("published" in kinds and source, f"published: {source}"),
-        *general_notes(rows, layout),
-        (leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
-    ]
+        name = Cell(_name(row, layout.columns), mark=",".join(marks[text] for text in _footnotes(row)))
+        block = [] if blocks is None else [Cell(blocks.get((row.case, row.attack), "—"))]
+        lines.append(Line([name, *block, Cell(_counts(row)), *_figures(row, layout, leakiest)]))
     cases = {row.case: f"{row.group} {row.label}" if row.group else row.label for row in rows}
-    below = [text for holds, text in general if holds]
-    below += [f"verdict: {label}: {verdicts[case]}" for case, label in cases.items() if case in verdicts]
-    about = {"title": results.title, "source": source, "remarks": remarks, "verdicts": dict(verdicts)}
-    about |= {"metrics": {name: KNOWN[name].direction for name in columns}, "interval": layout.interval}
-    about |= {"geometry": layout.geometry, "worst_case": BOUND, "rows": [asdict(row) for row in rows]}
-    block = [] if blocks is None else [Column("block")]
-    figures = (Column(heading(name), "figure") for name in columns)
+    notes = [(mark, text) for text, mark in marks.items()] + [("", text) for text in _notes(results, rows, layout)]
+    within = "column and group" if any(row.group is not None for row in rows) else "column"
+    notes += [("", f"bold: the leakiest figure, measured here, of its {within}")] if leakiest else []
+    notes += [("", f"verdict: {label}: {verdicts[case]}") for case, label in cases.items() if case in verdicts]
+    whole = results.layout
+    about = {"title": results.title, "source": results.source, "remarks": remarks, "verdicts": dict(verdicts)}
+    about |= {"metrics": {name: KNOWN[name].direction for name in whole.columns}, "interval": whole.interval}
+    about |= {"geometry": whole.geometry, "worst_case": BOUND, "rows": [asdict(row) for row in rows]}
+    words = [Column("")] if blocks is None else [Column(""), Column("block")]
     return Table(
-        [Column(""), *block, Column("images", "count"), *figures],
+        [*words, Column("images", "count"), *(Column(heading(name), "figure") for name in layout.columns)],
         lines,
-        [(mark, text) for text, mark in marks.items()] + [("", text) for text in (*below, *remarks)],
+        notes + [("", text) for text in remarks],
         results.title,
-        [_record(row, columns, verdicts) for row in rows],
+        [_record(row, whole.columns, verdicts) for row in rows],
+        [results.cases[row.case].options for row in rows],
         about,
     )
 
 
-def general_notes(rows: Sequence[Row], layout: Layout) -> list[tuple[bool, str]]:
-    """Return the lines that explain the rows, each with whether it is needed."""
-    columns, geometry = layout.columns, layout.geometry
-    kinds = {row.kind for row in rows}
+def _notes(results: Results, rows: Sequence[Row], layout: Layout) -> list[str]:
+    """Return the lines that explain the rows, as far as they are needed."""
+    columns, geometry, kinds = layout.columns, layout.geometry, {row.kind for row in rows}
     behind = {attack for row in rows for of in row.leakiest.values() for attack in of}
-    reassembled = geometry != "oracle" and any("(reassembled)" in attack for attack in behind)
-    shared = any("%" in _behind(row, columns) for row in rows)
-    shares = "; a share says how often an attack reaches it, over images and columns" if shared else ""
-    interval = any(math.isfinite(row.scores[name].low) for row in rows for name in columns)
-    return [
-        ("worst" in kinds, OF_WORST + shares),
-        ("single" in kinds, of_single(columns)),
-        (reassembled, OF_ADVERSARIES),
-        (any(row.exact for row in rows), OF_EXACT),
-        (interval, of_interval(layout.interval)),
-        (geometry == "oracle", OF_ORACLE),
+    shares = "; a share says how often an attack reaches it, over images and columns"
+    notes = [
+        ("published" in kinds and results.source, f"published: {results.source}"),
+        (
+            "worst" in kinds,
+            f"{WORST}: {BOUND}; its leakiest score over all attacks and draws, by each metric's own direction"
+            + (shares if any("%" in _behind(row, columns) for row in rows) else ""),
+        ),
+        (
+            "single" in kinds,
+            f"{SINGLE}: that with the leakiest mean over the images, by {metric_title(lead_metric(columns))}, as the "
+            "evaluator finds it",
+        ),
+        (
+            geometry != "oracle" and any("(reassembled)" in attack for attack in behind),
+            "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more",
+        ),
+        (
+            any(row.exact for row in rows),
+            "exact: every grey level is right; a mean PSNR over exact images is one of rounding",
+        ),
+        (
+            any(math.isfinite(row.scores[name].low) for row in rows for name in columns),
+            f"±: farther end of the {100 * layout.interval:g} % interval of the mean over the images, by Student's t",
+        ),
+        (
+            geometry == "oracle",
+            "oracle: before scoring, the evaluator put the patches that were moved where they fit the image best, for "
+            f"attacks and controls alike; {CONTROLS[2]} would be the image itself, and is left out",
+        ),
         (geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
     ]
+    return [text for holds, text in notes if holds]
+
+
+def _figures(row: Row, layout: Layout, leakiest: Mapping[tuple[str | None, str], str]) -> list[Cell]:
+    """Return the mean of a row by each metric, and how far away the farther end of its interval is, if it has one."""
+    cells = []
+    for name in layout.columns:
+        score, n = row.scores[name], decimals(layout, name)
+        mean, reach = figure_text(score.mean, n), max(score.high - score.mean, score.mean - score.low)
+        bold = row.kind in _MEASURED_KINDS and leakiest.get((row.group, name)) == mean
+        cells.append(Cell(mean, figure_text(reach, n) if math.isfinite(reach) else "", bold))
+    return cells
+
+
+def _counts(row: Row) -> str:
+    """Return the number of images as text: "20 (18 exact, 1 failed)"."""
+    more = [f"{count} {what}" for count, what in ((row.exact, "exact"), (row.failed, "failed")) if count]
+    counts = f"{row.images}" + (f" ({', '.join(more)})" if more else "")
+    return counts if row.images or row.failed else "—"
 
 
 def _record(row: Row, columns: Sequence[str], verdicts: Mapping[int, str]) -> dict[str, object]:
