@@ -1,4 +1,4 @@
-"""Logs a run to MLflow or to Weights & Biases, which the extras `mlflow` and `wandb` bring."""
+"""Logs a run to MLflow or to Weights & Biases, or writes it as records of Every Eval Ever."""
 
 import lazy_loader
 

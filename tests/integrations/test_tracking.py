@@ -1,5 +1,6 @@
-"""`log_mlflow` and `log_wandb`: what they log of a run, into stand-ins and into the packages where they are there."""
+"""What `log_mlflow` and `log_wandb` log, into stand-ins or the packages, and what `evaluation_records` writes."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import privlab
 from privlab.base import PrivlabError
 from privlab.defenses import Mjp
-from privlab.integrations import log_mlflow, log_wandb
+from privlab.integrations import evaluation_records, log_mlflow, log_wandb
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 QUICK: dict[str, Any] = {"attacks": ["patch-gradient"], "metrics": ["psnr"], "progress": False}
@@ -72,6 +73,27 @@ def test_a_grid_logs_the_settings_that_its_cases_share(
     means = mlflow.log_metrics.call_args.args[0]
     assert len(means) == len(grid.table().data)
     assert len({name.split("/")[0] for name in means}) == 2
+
+
+def test_records_of_every_eval_ever_have_the_scores_of_the_worst_case(run: privlab.Run) -> None:
+    """The fields that its schema requires, and no other at the top; numbers that JSON can write."""
+    (record,) = json.loads(json.dumps(evaluation_records(run), allow_nan=False))
+    needed = {"schema_version", "evaluation_id", "retrieved_timestamp", "source_metadata", "model_info"}
+    assert record.keys() == needed | {"eval_library", "evaluation_results", "evaluation_timestamp"}
+    assert {"name", "id"} <= record["model_info"].keys()
+    details = record["model_info"]["additional_details"]
+    assert {"model_availability", "deployment_type"} <= details.keys()
+    assert details["verdict"] == run.verdict
+    (result,) = record["evaluation_results"]
+    assert result.keys() == {"evaluation_name", "source_data", "metric_config", "score_details"}
+    assert result["metric_config"] | {"evaluation_description": ""} == {
+        "metric_name": "psnr", "evaluation_description": "", "lower_is_better": True, "score_type": "continuous",
+        "min_score": 0.0, "max_score": "Infinity",
+    }  # fmt: skip
+    table = run.table().set_index("attack").loc["worst case"]
+    assert result["score_details"]["score"] == table.psnr
+    assert result["score_details"]["uncertainty"]["num_samples"] == 2
+    assert result["score_details"]["uncertainty"]["confidence_interval"]["lower"] == table.psnr_low
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(run: privlab.Run, monkeypatch: pytest.MonkeyPatch) -> None:
