@@ -90,7 +90,7 @@ def test_records_of_every_eval_ever_have_the_scores_of_the_worst_case(run: privl
         "metric_name": "psnr", "evaluation_description": "", "lower_is_better": True, "score_type": "continuous",
         "min_score": 0.0, "max_score": "Infinity",
     }  # fmt: skip
-    table = run.table().set_index("attack").loc["worst case"]
+    table = run.table().data.set_index("attack").loc["worst case"]
     assert result["score_details"]["score"] == table.psnr
     assert result["score_details"]["uncertainty"]["num_samples"] == 2
     assert result["score_details"]["uncertainty"]["confidence_interval"]["lower"] == table.psnr_low

@@ -134,7 +134,11 @@ def load_results(path: Path) -> Results:
     """
     run = RunDirectory(path)
     facts, records = run.read_run(), run.store.frame()
-    return _of_experiment(path, facts, records) if "experiment" in facts else _of_run(path, facts, records)
+    if "experiment" in facts:
+        return _of_experiment(path, facts, records)
+    if "specification" not in facts:
+        raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
+    return results_of(records, columns_of(facts["specification"]["metrics"]), facts=facts, path=path)
 
 
 def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
@@ -187,21 +191,6 @@ def case_names(results: Results) -> list[str]:
     ]
 
 
-def _title(records: pd.DataFrame) -> str:
-    """Return what was attacked: the victims, and the defenses at work."""
-    victims, used = (", ".join(map(str, records[name].dropna().unique())) for name in ("victim", "defense"))
-    defenses = ", ".join(name for name in used.split(", ") if name not in ("", "none"))
-    return f"{victims} with {defenses}" if defenses else f"{victims}, undefended"
-
-
-def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
-    """Return the records of one `privlab attack`."""
-    spec = facts.get("specification")
-    if spec is None:
-        raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
-    return results_of(records, columns_of(spec["metrics"]), facts=facts, path=path)
-
-
 def results_of(
     records: pd.DataFrame,
     metrics: Sequence[str],
@@ -224,4 +213,7 @@ def results_of(
     cases = [CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found]
     layout = Layout(columns=tuple(metrics), geometry=geometry, paper_attack=papers_attack(records.attack.unique()))
     cased = records.assign(case=records.groupby(keys, sort=False).ngroup())
-    return Results(path.name, _title(records), None, tuple(cases), layout, (), {}, cased, facts, path)
+    victims, used = (", ".join(map(str, records[name].dropna().unique())) for name in ("victim", "defense"))
+    defenses = ", ".join(name for name in used.split(", ") if name not in ("", "none"))
+    title = f"{victims} with {defenses}" if defenses else f"{victims}, undefended"
+    return Results(path.name, title, None, tuple(cases), layout, (), {}, cased, facts, path)

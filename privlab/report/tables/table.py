@@ -80,8 +80,8 @@ def leakage_table(
 ) -> Table:
     """Return the leakage table of results: a line for each row, with the mean and its interval by each metric.
 
-    Records have every metric, and also the options of each case, which CSV leaves out. The table of one run of `privlab
-    attack` shows the metrics that `shown_metrics` names, and on which first block of the model each attack ran.
+    Records have every metric, and `data` adds victim, setting, defense and the options of each case. The table of one
+    run of `privlab attack` shows the metrics that `shown_metrics` names, and on which block each attack ran.
 
     Args:
         results: the title, the columns, the level of the intervals, and the conditions that differ from the paper's.
@@ -113,7 +113,8 @@ def leakage_table(
     within = "column and group" if any(row.group is not None for row in rows) else "column"
     notes += [("", f"bold: the leakiest figure, measured here, of its {within}")] if leakiest else []
     notes += [("", f"verdict: {label}: {verdicts[case]}") for case, label in cases.items() if case in verdicts]
-    whole = results.layout
+    whole, stated = results.layout, results.records.reindex(columns=["case", "victim", "setting", "defense"])
+    named = stated.drop_duplicates("case").set_index("case").to_dict("index")
     about = {"title": results.title, "source": results.source, "remarks": remarks, "verdicts": dict(verdicts)}
     about |= {"metrics": {name: KNOWN[name].direction for name in whole.columns}, "interval": whole.interval}
     about |= {"geometry": whole.geometry, "worst_case": BOUND, "rows": [asdict(row) for row in rows]}
@@ -124,7 +125,7 @@ def leakage_table(
         notes + [("", text) for text in remarks],
         results.title,
         [_record(row, whole.columns, verdicts) for row in rows],
-        [results.cases[row.case].options for row in rows],
+        [named.get(row.case, {}) | results.cases[row.case].options for row in rows],
         about,
     )
 
