@@ -83,7 +83,7 @@ def test_alexnet_is_used_where_it_is(
 def test_lpips_can_be_asked_for_alone(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack(*QUICK, "--metrics", "lpips", "--json")
     assert done.status == 0
-    assert json.loads(done.out)["leaks"] == {"lpips_squeeze": "lower leaks"}
+    assert json.loads(done.out)["metrics"] == {"lpips_squeeze": "lower leaks"}
     assert "1 of 1: a.png: lpips_squeeze, vit_ti, setting a: april " in done.err
     assert facts(tmp_path / "run")["specification"]["metrics"] == ["lpips_squeeze"]
 

@@ -12,7 +12,8 @@ from privlab.report.tables.case_verdicts import certified
 from privlab.report.tables.formats import Cell, Column, Line, Table
 from privlab.report.tables.leakage import Row
 from privlab.report.tables.results import Results, case_names
-from privlab.report.tables.table import decimals, figure_text, heading, metric_title
+from privlab.report.tables.table import decimals, figure_text, heading, metric_title, some
+from privlab.threat import Client
 
 _SETTINGS = {
     "a": "nothing is defended, and reconstructions are compared with the private image",
@@ -154,7 +155,7 @@ def origins(facts: Mapping[str, Any], spec: Specification) -> list[str]:
     chosen = [f"seed {spec.seed}"]
     chosen += [f"{spec.draws} draws of each image"] if spec.draws > 1 else []
     chosen += [f"{spec.gradient_batch} images in one gradient"] if spec.gradient_batch > 1 else []
-    chosen += [f"updates of {spec.local_training!r}"] if spec.local_training is not None else []
+    chosen += [] if spec.local_training is None else [_client_text(spec.local_training)]
     chosen += [f"features after block {spec.cut_layer}"] if spec.cut_layer else []
     chosen += ["FORCED: attacks run where their formulas do not hold"] if spec.force else []
     lines = []
@@ -165,3 +166,13 @@ def origins(facts: Mapping[str, Any], spec: Specification) -> list[str]:
         origin = f"weights {weights['origin']}{unknown} (SHA-256 {weights['sha256'][:12]})"
         lines.append(f"{name}: {origin}; defense {', '.join(defenses)}; {'; '.join(chosen)}")
     return lines
+
+
+def _client_text(client: Client) -> str:
+    """Return a client's steps, optimiser, rate and images, and its other settings that are not the defaults."""
+    usual = Client(optimiser=client.optimiser)
+    others = {name: value for name, value in vars(client).items() if name not in ("optimiser", "steps", "epochs")}
+    shown = (
+        f"{name} {value}" for name, value in others.items() if name in ("lr", "images") or value != getattr(usual, name)
+    )
+    return f"updates after {some(client.total_steps, 'step')} of {client.optimiser} ({', '.join(shown)})"
