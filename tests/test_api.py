@@ -138,8 +138,8 @@ def test_several_images_in_one_gradient(photos: Tensor) -> None:
 
 def test_a_run_gives_its_records_table_verdict_and_images(run: privlab.Run, photos: Tensor, tmp_path: Path) -> None:
     assert set(run.records.label) == {3, 5, 7}
-    table = run.table()
-    assert {"setting", "attack", "psnr", "exact"} <= set(table.columns)
+    assert {"setting", "attack", "psnr", "exact"} <= set(run.table().columns)
+    assert "patch-gradient" in str(run.details())
     assert "leaks" in run.verdict
     assert all(flag.head for flag in run.flags)
     assert torch.equal(run.images("private"), (photos * 255).round() / 255)
@@ -248,7 +248,7 @@ def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: P
     assert first.plot("curve", x="gamma").axes
     table = first.table().query("attack == 'april'")
     assert table.gamma.tolist() == [0.1, 0.5]
-    assert table.n.tolist() == [3, 3]
+    assert table.images.tolist() == [3, 3]
     parts = sorted((tmp_path / "grid" / "records").iterdir())
     pd.testing.assert_frame_equal(run().records, first.records)
     assert sorted((tmp_path / "grid" / "records").iterdir()) == parts

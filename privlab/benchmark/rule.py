@@ -166,7 +166,7 @@ def _defended(names: Sequence[str]) -> list[str]:
 def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, Worst]:
     """Return the worst case of each defended case by the lead metric; above 100 dB only rounding is measured."""
     worst: dict[str, Worst] = {}
-    for (case, attack, _), found in measure(scored.images, [of.lead], LEVEL):
+    for (case, attack, _), found in measure(scored.images, [of.lead], LEVEL).items():
         if attack == WORST and names[case] in _defended(names):
             score = found.scores[of.lead]
             mean, low, high = (

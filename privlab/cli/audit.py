@@ -207,8 +207,6 @@ def _report(run: "Run", as_json: bool) -> int:
 
 def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what each attack proves, and its scores by the reference, with few metrics in a table."""
-    from pandas import DataFrame
-
     from privlab.grids import KNOWN
     from privlab.report.tables import shown_metrics
 
@@ -220,7 +218,7 @@ def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
         proofs.append((row["attack"], residual, _says(row, what, as_stored=facts["reference"] is None)))
     shared.print_columns(("attack", "residual", "what it says"), proofs)
     shared.print_text(f"residual: distance between the {what} of the image and the released one; 0 is the same")
-    shown = [] if "unscored" in facts else shown_metrics(run.spec.metrics, DataFrame(rows))
+    shown = [] if "unscored" in facts else shown_metrics(run.spec.metrics)
     for start in range(0, len(shown), _SCORES_IN_A_ROW):
         metrics = [KNOWN[name] for name in shown[start : start + _SCORES_IN_A_ROW]]
         headings = [Column(f"{m.name.replace('_', ' ')} {m.arrow}", justify="right") for m in metrics]

@@ -1,6 +1,7 @@
 """Options, progress and printing for all commands. Data goes to standard output, messages to standard error."""
 
 import json
+import os
 import shlex
 import sys
 import tomllib
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TimeRemainingColumn
+from rich.protocol import rich_cast
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -259,6 +261,10 @@ def print_table(table: Table) -> None:
     _Fitted(highlight=False, width=_width(table)).print(table)
 
 
+def _width(table: Table) -> int:
+    return _Fitted(width=10_000).measure(table).maximum
+
+
 def print_columns(headings: Sequence[str | Column], rows: Iterable[Sequence[str]]) -> None:
     """Print a table of texts whose cells are wrapped, so that it has at most 80 columns."""
     table = Table(*headings, header_style="bold")
@@ -272,13 +278,17 @@ def print_text(text: str) -> None:
     click.echo(fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
 
 
-def fits(table: Table) -> bool:
-    """Return whether a table is no wider than the terminal; it always fits a file."""
-    return _width(table) <= Console().width or not sys.stdout.isatty()
+def print_fitted(shown: RenderableType) -> None:
+    """Print to standard output in the width of the terminal, or of COLUMNS; no figure is cut.
 
-
-def _width(table: Table) -> int:
-    return _Fitted(width=10_000).measure(table).maximum
+    Without either, a table is as wide as it is, and all else has 80 columns.
+    """
+    shown, width = rich_cast(shown), Console().width
+    if isinstance(shown, Table):
+        measured = _Fitted(width=10_000).measure(shown)
+        known = sys.stdout.isatty() or "COLUMNS" in os.environ
+        width = max(width, measured.minimum) if known else measured.maximum
+    _Fitted(highlight=False, width=width).print(shown, crop=False)
 
 
 def print_json(value: object) -> None:

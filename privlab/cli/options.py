@@ -131,6 +131,7 @@ reference = _option("--reference", PATH, "The private image, to score reconstruc
 out = _option("--out", PATH, "Directory of the run.  [default: a new one in runs]")
 overwrite = _flag("--overwrite", "Overwrite an existing run in --out.")
 strips = _flag("--strips/--no-strips", "Write a PNG of the reconstructions of each image.", default=True)
+details = _flag("--details", "Print every attack by every metric, and all that is known of the run.")
 fail_on_leak = _flag("--fail-on-leak", "Exit with status 3 if a reconstruction is proven to be a private image.")
 json_ = _flag("--json as_json", "Print JSON on standard output.")
 quiet = _flag("--quiet", "Show no progress.")

@@ -1,7 +1,6 @@
 """`privlab table`: it runs an experiment and prints its table."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,11 @@ from privlab.cli.names import EXPERIMENT, FROM_ZERO, PATH
 
 if TYPE_CHECKING:
     from privlab.grids import Grid, Options, Task
+    from privlab.report.run import Run
     from privlab.report.tables import Results
 
 _INSTEAD = "as in `privlab attack`.  [default: the experiment's]"
-FORMATS = ("latex", "csv", "markdown", "json")
+FORMATS = ("latex", "csv", "markdown", "json", "html")
 
 
 @cloup.command()
@@ -89,7 +89,8 @@ def table(
         with shared.warned():
             _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
         return 0
-    from privlab.report.tables import load_results  # a plan does not need it, and its imports take seconds
+    from privlab.report.run import Run  # a plan does not need it, and its imports take seconds
+    from privlab.report.tables import load_results
 
     with shared.warned():
         other = None if compare is None else load_results(compare)
@@ -108,9 +109,10 @@ def table(
             progress=shown.progress,
         )
     with shared.warned():
-        results = load_results(path)
+        filled = Run(path)
+        results = filled.results
     form = "json" if as_json else format_
-    status = _print_results(results, form, standalone, all_attacks, other)
+    status = _print_results(filled, form, standalone, all_attacks, other)
     untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
     specs = [spec for case in parsed.cases for spec in case.runs]
     if len(untrained) and all(spec.weights == "auto" for spec in specs):
@@ -159,40 +161,17 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure:
 
 
 def _print_results(
-    results: "Results", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
+    run: "Run", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
 ) -> int:
-    from privlab.report.page import lead_text
-    from privlab.report.tables import (
-        Caption,
-        Facts,
-        Table,
-        apart,
-        apart_lines,
-        flag_lines,
-        headline,
-        red_flags,
-        render,
-        scope,
-    )
-    from privlab.report.tables.case_verdicts import verdicts_of
     from privlab.report.tables.compare import compare as against
-    from privlab.report.tables.formats import to_rich
 
-    caption, facts = Caption.of(results), Facts.of(results)
-    below = (*apart_lines(apart(results)), *flag_lines(red_flags(facts)))
-    caption = replace(
-        caption,
-        verdicts={verdict.case: str(verdict) for verdict in verdicts_of(facts)},
-        remarks=(*caption.remarks, *lead_text(results), scope(results.records), *below),
-    )
-    table = Table(results.rows if all_attacks else headline(results.rows), results.layout, caption)
+    results, table = run.results, run.details(all_attacks=all_attacks)
     if format_ is not None:
-        click.echo(render(format_, table, standalone=standalone), nl=False)
+        click.echo(table.render(format_, standalone=standalone), nl=False)
     elif not (results.records.status == "ok").any():
         click.echo(f"Nothing could be scored. run: {results.path}")
     else:
-        wide = to_rich(table, stacked=all_attacks)
-        shared.print_table(wide if shared.fits(wide) else to_rich(table, stacked=True))
+        shared.print_fitted(table)
         click.echo(f"run: {results.path}")
     if other is not None:
         for moved in against(other, results) or ["No cell moved by more than its interval."]:

@@ -13,9 +13,7 @@ from privlab.evaluation.specification import Specification
 from privlab.metrics import net_at_hand
 from privlab.metrics.names import LPIPS
 
-_BY_SQUEEZE = "LPIPS is by SqueezeNet (lpips_squeeze), and is not to be compared with AlexNet's, which papers print."
-
-_WHY = "`--metrics lpips_alex` says why (docs/how-to/choose.md)."
+_BY_SQUEEZE = "LPIPS is by SqueezeNet, not AlexNet; see `privlab explain lpips`."
 
 
 def choose_lpips(
@@ -32,12 +30,10 @@ def choose_lpips(
         LpipsUnavailable: if a place that is named holds no backbone.
     """
     if (earlier := begun_lpips(begun)) is not None:
-        said = (message for message in begun.get("warnings", ()) if message.startswith(_BY_SQUEEZE))
-        said = next(said, f"{_BY_SQUEEZE} The earlier part of this run is by it.")
-        return earlier, said if earlier == "lpips_squeeze" else None
+        return earlier, _BY_SQUEEZE if earlier == "lpips_squeeze" else None
     found = [net_at_hand(None if path is None else Path(path), download=download) for path in dict.fromkeys(weights)]
     reason = next((reason for _, reason in found if reason is not None), None)
-    return ("lpips_alex", None) if reason is None else ("lpips_squeeze", f"{_BY_SQUEEZE} {_WHY}")
+    return ("lpips_alex", None) if reason is None else ("lpips_squeeze", _BY_SQUEEZE)
 
 
 def begun_lpips(begun: Mapping[str, Any]) -> str | None:

@@ -25,14 +25,12 @@ def evaluation_records(run: Run) -> list[dict[str, Any]]:
         ['cifar_vit under none']
     """
     table = run.table()
-    shown = table[table.kind == "worst"]
-    return [_record(run, row) for row in shown.to_dict("records")]
+    return [_record(run, row) for row in table[table["row"] == "worst"].to_dict("records")]
 
 
 def _record(run: Run, row: dict[str, Any]) -> dict[str, Any]:
     facts = run.results.facts
-    name = f"{row['victim']} under {row['defense']}"
-    case = row.get("case") or f"setting {row['setting']}"
+    name, case = f"{row['victim']} under {row['defense']}", row["case"]
     weights = run.records.loc[run.records.victim == row["victim"], "weights_sha256"].iloc[0]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -65,7 +63,7 @@ def _record(run: Run, row: dict[str, Any]) -> dict[str, Any]:
 def _result(run: Run, row: dict[str, Any], metric: str, case: str) -> dict[str, Any]:
     known, source = KNOWN[metric], run.results.facts["images"]["source"]
     low, high = known.range
-    uncertainty: dict[str, Any] = {"num_samples": int(row["n"])}
+    uncertainty: dict[str, Any] = {"num_samples": int(row["images"])}
     if not pd.isna(row[f"{metric}_low"]):
         uncertainty["confidence_interval"] = {
             "lower": min(row[f"{metric}_low"], _EXACT),

@@ -1,5 +1,6 @@
 """`log_mlflow` and `log_wandb`: a run as parameters, means, verdict, strips and `run.json` in an experiment tracker."""
 
+import math
 import re
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ from privlab.report.tables import flag_lines
 def log_mlflow(run: Run) -> None:
     """Log a run into MLflow's active run; if there is none, MLflow starts one.
 
-    The parameters are the settings that all cases have in common, and the metrics the means of `run.table()`. `verdict`
+    The parameters are the settings that all cases have in common, and the metrics the means of its table. `verdict`
     and `flags` are tags. The strips and `run.json` are artifacts.
 
     Raises:
@@ -31,7 +32,7 @@ def log_mlflow(run: Run) -> None:
 def log_wandb(run: Run) -> None:
     """Log a run into the run of Weights & Biases that `wandb.init` began.
 
-    Its configuration gets the settings that all cases have in common, and its summary the means of `run.table()`,
+    Its configuration gets the settings that all cases have in common, and its summary the means of its table,
     `verdict` and `flags`. The strips are logged as images, and `run.json` as an artifact.
 
     Raises:
@@ -66,13 +67,12 @@ def _parameters(run: Run) -> dict[str, Any]:
 
 def _means(run: Run) -> dict[str, float]:
     """Return the means of each case and attack as "CASE/ATTACK/METRIC", without those that were not measured."""
-    found: dict[str, float] = {}
-    for row in run.table().to_dict("records"):
-        case = row.get("case") or f"{row['victim']}, setting {row['setting']}, {row['defense']}"
-        for metric in run.results.layout.columns:
-            if row[metric] == row[metric]:  # not NaN
-                found[f"{case}/{row['attack']}/{metric}"] = row[metric]
-    return found
+    return {
+        f"{row.label}/{row.attack}/{metric}": score.mean
+        for row in run.results.rows
+        for metric, score in row.scores.items()
+        if row.kind != "published" and not math.isnan(score.mean)
+    }
 
 
 def _conclusions(run: Run) -> dict[str, str]:

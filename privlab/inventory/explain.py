@@ -44,7 +44,7 @@ class Explanation:
 def known() -> dict[str, str]:
     """Return the kind of everything that has a page, by its name; no attack or defense is imported."""
     return {
-        **dict.fromkeys(FLAG_MEANINGS, "flag"),
+        **dict.fromkeys(("flags", *FLAG_MEANINGS), "flag"),
         **dict.fromkeys([*metric_names(), LPIPS, *METRIC_MEANINGS], "metric"),
         **dict.fromkeys(defenses(), "defense"),
         **dict.fromkeys(attacks(), "attack"),
@@ -87,8 +87,8 @@ def _metric(name: str) -> Explanation:
     from privlab.metrics import METRICS, PLACEMENT
 
     if name == LPIPS:
-        idea = "`lpips_alex` if its backbone can be had, else `lpips_squeeze`, which has other figures and a column."
-        text = "A run that goes on keeps its network. A network that is named is never replaced by another one."
+        idea = "`lpips_alex` if its backbone can be had, else `lpips_squeeze`, which cannot be compared with it."
+        text = "`--metrics lpips_alex` says why it cannot be had. A network that is named is never replaced."
         return Explanation("metric", name, idea, {"How it is chosen": text, **_example_and_papers(name)})
     metric, (doc,) = (PLACEMENT.get(name) or METRICS[name]), docstrings(name)
     idea = doc.summary.removeprefix("Return ")
@@ -104,11 +104,9 @@ def _metric(name: str) -> Explanation:
 
 
 def _flag(name: str) -> Explanation:
-    text = (
-        "A red flag weakens the verdict of a table. It stands under the table, in `--json` and on the page, with the "
-        "cases that raise it."
-    )
-    return Explanation("flag", name, FLAG_MEANINGS[name], {"What it does": text})
+    text = "A red flag weakens a verdict. Tables, `--json` and the page name it, with the cases that raise it."
+    sections = FLAG_MEANINGS if name == "flags" else {"What it does": text}
+    return Explanation("flag", name, FLAG_MEANINGS.get(name, text), sections)
 
 
 def _plain(name: str) -> str:

@@ -1,52 +1,74 @@
 """A run as an object: its records, its table, its verdict, its images, and what they are written to."""
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
 from jaxtyping import Float
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
 from privlab.base import PrivlabError, first
 from privlab.grids import specification_of
+from privlab.report import tables
 from privlab.stores import RunDirectory, places_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from privlab.evaluation import Specification
-    from privlab.report.tables import Flag, Results
-    from privlab.victims import Victim
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
     """The results of a run: records, images and provenance, all of them in its directory.
 
-    `ran` is the specification that this process ran, and `victims` are those that it attacked: files hold no models.
+    Args:
+        path: the directory.
+        ran: the specification that this process ran, if it did.
+        geometry: the layout of the patches whose scores are compared; by default that of the run.
     """
 
     path: Path
     ran: "Specification | None" = None
-    victims: "Sequence[Victim]" = ()
+    geometry: str | None = None
 
     @cached_property
-    def results(self) -> "Results":
+    def results(self) -> "tables.Results":
         """Return what tables, figures and pages are made of."""
-        from privlab.report.tables import load_results
+        results = tables.load_results(self.path)
+        return results if self.geometry is None else results.laid_out(geometry=self.geometry)
 
-        return load_results(self.path)
+    @cached_property
+    def facts(self) -> "tables.Facts":
+        """Return what the verdicts and the flags are made of."""
+        return tables.Facts.of(self.results)
+
+    @cached_property
+    def verdicts(self) -> list["tables.CaseVerdict"]:
+        """Return the verdict on each case."""
+        return tables.verdicts_of(self.facts)
 
     @property
     def records(self) -> pd.DataFrame:
         """Return one row for each image, attack and layout of the patches, and for each control."""
         return self.results.records.drop(columns="case")
+
+    @cached_property
+    def lead(self) -> list[str]:
+        """Return what the run shows over all its cases: the sentences that lead the page."""
+        from privlab.report.page import lead_text
+
+        return lead_text(self.results)
 
     @cached_property
     def spec(self) -> "Specification":
@@ -72,46 +94,53 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """Return what the run shows, in words: the sentence that leads the page, and the verdict on each case."""
-        from privlab.report.page import lead_text
-        from privlab.report.tables import Facts
-        from privlab.report.tables.case_verdicts import verdicts_of
+        """Return what the run shows, in words: the verdict on each case, and the sentences on all cases."""
+        return "\n".join([*(f"{cell.label}: {cell}" for cell in self.verdicts), *self.lead])
 
-        cells = verdicts_of(Facts.of(self.results))
-        return "\n".join([*lead_text(self.results), *(f"{cell.label}: {cell}" for cell in cells)])
-
-    @property
-    def flags(self) -> list["Flag"]:
+    @cached_property
+    def flags(self) -> list["tables.Flag"]:
         """Return what weakens the verdict."""
-        from privlab.report.tables import Facts, red_flags
-
-        return red_flags(Facts.of(self.results))
+        return tables.red_flags(self.facts)
 
     @property
     def leaks(self) -> bool | None:
         """Return whether an image is proven to leak from an audited release; None where that is not known."""
         return self.results.facts.get("leaks")
 
-    def table(self, geometry: str = "in_place") -> pd.DataFrame:
-        """Return the means over the images: a row for each victim, setting and attack, and of a grid for each case.
-
-        A grid's table has a column for each argument that was varied.
+    def table(self, *, geometry: str | None = None, all_attacks: bool = True) -> pd.DataFrame:
+        """Return the means over the images: a row for each case, attack and control, as `details` shows them.
 
         Args:
-            geometry: the layout of the patches that is scored: "in_place", "oracle" or "reassembled".
+            geometry: as in `details`.
+            all_attacks: as in `details`.
         """
-        from privlab.report.tables import summarise
+        return self.details(geometry=geometry, all_attacks=all_attacks).data
 
-        results, columns = self.results, self.results.layout.columns
-        if "specification" in results.facts:
-            return pd.DataFrame() if results.records.empty else summarise(self.records, columns, geometry)
-        tables = [pd.DataFrame()]
-        for number, case in enumerate(results.cases):
-            own = results.records[results.records.case == number]
-            if len(own):
-                table = summarise(own.drop(columns="case"), columns, geometry)
-                tables.append(table.assign(case=case.label, **case.options))
-        return pd.concat(tables, ignore_index=True)
+    def details(self, *, geometry: str | None = None, all_attacks: bool = True) -> "tables.Table":
+        """Return the leakage table: the means over the images, by case, attack and control, and what they rest on.
+
+        `print` shows it, a notebook too; `.data` is a DataFrame, and `.render` writes Markdown, LaTeX, CSV, JSON and
+        HTML. `privlab table` and `privlab attack --details` print the same object.
+
+        Args:
+            geometry: the layout of the patches that is scored: "in_place", "oracle" or "reassembled"; by default that
+                of the run.
+            all_attacks: whether there is a row for every attack and control, or only for those that a paper shows.
+        """
+        run = self if geometry is None else replace(self, geometry=geometry)
+        results, about = run.results, [*run.lead, tables.scope(run.records)]
+        again = None
+        if "specification" in results.facts:  # a run, where the paper's attack has one row; in a grid it has two
+            results = tables.with_placement(results)
+            again = "attack", results.layout.paper_attack
+            about = [*tables.remarks_of(results, run.spec, run.missing), *about]
+        rows = results.rows if all_attacks else tables.headline(results.rows)
+        return tables.leakage_table(
+            results,
+            [row for row in rows if (row.kind, row.attack) != again],
+            remarks=(*about, *tables.apart_lines(tables.apart(results)), *tables.flag_lines(run.flags)),
+            verdicts={verdict.case: str(verdict) for verdict in run.verdicts},
+        )
 
     def images(self, attack: str = "private", case: int | str = 0) -> Float[Tensor, "b c h w"]:
         """Return the images of one case that the run kept, in 8 bits.
@@ -150,14 +179,12 @@ class Run:
         from privlab.report.figures.draw import draw
 
         if kind == "strips":
-            return _strips_figure(self._strips())
+            return _strips_figure(self._strips()[:STRIPS_SHOWN])
         return draw(self.results, Figure(kind, kind, y=y, x=x))
 
     def to_latex(self, path: str | Path | None = None) -> str:
         """Return the leakage table as LaTeX, and write it if there is a path."""
-        from privlab.report.tables import Caption, Table, headline, render
-
-        text = render("latex", Table(headline(self.results.rows), self.results.layout, Caption.of(self.results)))
+        text = self.details(all_attacks=False).render("latex")
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -190,9 +217,33 @@ class Run:
         files = pd.Series(titles, dtype=object)
         return files.groupby(files, sort=False).head(each).to_dict()
 
-    def _repr_html_(self) -> str:
-        from html import escape
+    def _weakness(self, width: int) -> str:
+        """Return the flags as one line, as many as fit into the width, with the command that explains them."""
+        heads = [flag.head for flag in self.flags]
+        line = "Weakened by: nothing that privlab looks for"
+        for shown in range(len(heads), 0, -1):
+            more = f" and {len(heads) - shown} more" if shown < len(heads) else ""
+            line = f"Weakened by: {'; '.join(heads[:shown])}{more} (privlab explain flags)"
+            if len(line) <= width:
+                break
+        return line
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield what a terminal shows: the verdict, a table of the cases, what weakens it, and where the images are."""
+        yield Text("Verdict", style="bold")
+        for line in self.verdict.splitlines():
+            yield Text(_indented(line, options.max_width))
+        yield tables.overview(self.results)
+        yield Text(self._weakness(options.max_width), no_wrap=True, overflow="ignore")
+        pictures = self.path / ("strips" if self._strips() else "pictures")
+        where = str(pictures) if pictures.is_dir() else "none were kept"
+        yield Text(f"Pictures: {where}", no_wrap=True, overflow="ignore")
+
+    def __str__(self) -> str:
+        """Return what a terminal of 80 columns shows."""
+        return tables.terminal_text(self)
+
+    def _repr_html_(self) -> str:
         from privlab.images import data_uri
 
         strips = "".join(
@@ -201,11 +252,16 @@ class Run:
             for file, title in self._strips().items()
         )
         verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
-        shown = self.table()[[*_SHOWN, *self.results.layout.columns]]
-        return f"{verdict}{shown.to_html(index=False, float_format='{:.4g}'.format)}{strips}"
+        shown = tables.overview(self.results).render("html")
+        return f"{verdict}{shown}<p>{escape(self._weakness(500))}</p>{strips}"
 
 
-_SHOWN = ("victim", "setting", "defense", "attack", "n", "exact")
+def _indented(line: str, width: int) -> str:
+    return fill(
+        line, width, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
 STRIPS_SHOWN = 3
 """The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file. A grid with more
 specifications shows one of each."""

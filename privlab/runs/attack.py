@@ -103,7 +103,7 @@ def execute(
     )
     from privlab.report.run import Run  # it imports pandas, and the first image need not wait for that
 
-    return Run(path, ran=spec, victims=tuple(bases))
+    return Run(path, ran=spec)
 
 
 def experiment_of(

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 from PIL import Image
 
+import privlab
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError
 from privlab.evaluation import COLUMNS, EXACT_DB, GEOMETRIES, Specification, applicable
@@ -41,10 +43,10 @@ def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
 
 @pytest.mark.slow
 def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tmp_path: Path) -> None:
-    done = attack()
+    done = attack("--details")
     assert done.status == 0
     for word in ("april", "patch-gradient", *CONTROLS, "MSE ↓", "FFT2D (MJP) ↓", "PSNR ↑", "SSIM ↑", "LPIPS squeeze ↓"):
-        assert word in done.out
+        assert word.replace("control:", "control: ") in done.out
     assert "stock" in done.out
     assert "vit_ti: weights random (SHA-256" in done.out
     assert "seed 0" in done.out
@@ -52,19 +54,59 @@ def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tm
     assert "Warning" not in done.out
     assert "Warning: vit_ti has RANDOM weights (seed 0), as asked." in done.err
     assert "n/a" not in done.out
-    assert done.err.count("Warning: LPIPS is by SqueezeNet (lpips_squeeze), and is not to be compared with") == 1
-    assert "`--metrics lpips_alex` says why" in done.err
+    assert done.err.count("Warning: LPIPS is by SqueezeNet, not AlexNet; see `privlab explain lpips`.\n") == 1
     assert "3 of 3: " in done.err
 
 
 @pytest.mark.slow
+def test_the_result_is_one_screen_with_the_verdict_first(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    done = cli(*["attack", "--model", "cifar_vit_mjp27", "--defense", "mjp", "--setting", "a,c", "--limit", "2"])
+    assert done.status == 0
+    lines = done.out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+    (run,) = (tmp_path / "runs").iterdir()
+    assert lines[0] == "Verdict"
+    assert lines[1].startswith("  cifar_vit_mjp27, setting a, none: leaks by ")
+    parts = ("cifar_vit_mjp27, setting c, mjp: leaks by ", "paper's attack", "Weakened by: ", "Pictures: ", "run: ")
+    places = [next(i for i, line in enumerate(lines) if part in line) for part in parts]
+    assert places == sorted(places)
+    assert lines[-2:] == [f"Pictures: runs/{run.name}/strips", f"run: runs/{run.name}"]
+    (weak,) = (line for line in lines if line.startswith("Weakened by: "))
+    assert weak.endswith(" (privlab explain flags)")
+    explained = cli("explain", "flags").out
+    assert all(flag.head in explained for flag in privlab.load(run).flags)
+    assert str(privlab.load(run)) in done.out.replace(f"runs/{run.name}", str(run))
+    (offline,) = (line for line in done.err.splitlines() if "LPIPS" in line)
+    assert len(offline) <= 80
+
+
+def test_names_and_figures_are_not_cut_on_a_narrow_terminal(
+    attack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    done = attack("--metrics", "mse,psnr,ssim", "--attack", "april,patch-gradient")
+    *shown, weak, pictures, path = done.out.splitlines()
+    assert max(map(len, shown)) <= 60
+    assert weak.startswith("Weakened by")
+    assert pictures == "Pictures: none were kept"
+    assert path.startswith("run: ")  # as long as it is
+    details = attack("--metrics", "mse,psnr,ssim", "--attack", "april,patch-gradient", "--details")
+    assert "…" not in details.out
+    assert re.search(r"\d\.\de-\d\d", details.out)  # 0.0000 would not tell 85 dB from 140 dB
+
+
 def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack("--json")
     assert done.status == 0
     told = json.loads(done.out)
     assert list(told) == [
-        *("run", "verdict", "verdicts", "flags", "members", "geometry", "worst_case", "leaks", "explained", "rows"),
-        *("warnings", "admit", "missing_metrics", "failed"),
+        *("run", "title", "source", "remarks", "verdicts", "metrics", "interval", "geometry", "worst_case", "rows"),
+        *("verdict", "flags", "members", "explained", "warnings", "admit", "missing_metrics", "failed"),
     ]
     assert told["flags"] == [
         {"head": "Random weights", "items": ["vit_ti"]},
@@ -76,30 +118,29 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert told["verdicts"][0]["measure"]["exact"] == 3
     assert told["geometry"] == "in_place"
     assert told["worst_case"] == "the best attack of each image, chosen by the evaluator: an upper bound"
-    assert told["leaks"]["psnr"] == "higher leaks"
-    assert "fft2d_mjp" in told["leaks"]  # the one that MJP prints
-    assert "fft2d" not in told["leaks"]
-    assert told["rows"][-1]["block"] is None  # a control
+    assert told["metrics"]["psnr"] == "higher leaks"
+    assert "fft2d_mjp" in told["metrics"]  # the one that MJP prints
+    assert "fft2d" not in told["metrics"]
     assert told["run"] == str(tmp_path / "run")
     assert told["failed"] == {}
     assert told["missing_metrics"] == {}
-    assert any(message.startswith("LPIPS is by SqueezeNet (lpips_squeeze)") for message in told["warnings"])
+    assert any(message.startswith("LPIPS is by SqueezeNet") for message in told["warnings"])
     ours = ["patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
     attacks = ["april", "worst case", "best single attack", *ours]
     expected = [*attacks, *CONTROLS]
-    assert [row["attack"] for row in told["rows"] if row["attack"] in expected] == expected
+    assert {row["attack"] for row in told["rows"]} == {*expected}
     by_attack = {row["attack"]: row for row in told["rows"]}
-    assert by_attack["patch-gradient"]["psnr"] > 100
-    assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
-    assert "lpips_alex" not in told["leaks"]
-    assert 0 <= by_attack["patch-gradient"]["lpips_squeeze"] < 1e-6 < by_attack["control:mean"]["lpips_squeeze"]
-    assert by_attack["patch-gradient"]["n"] == 3
+    means = {name: {m: score["mean"] for m, score in row["scores"].items()} for name, row in by_attack.items()}
+    assert means["patch-gradient"]["psnr"] > 100
+    assert 0 < means["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
+    assert "lpips_alex" not in told["metrics"]
+    assert 0 <= means["patch-gradient"]["lpips_squeeze"] < 1e-6 < means["control:mean"]["lpips_squeeze"]
+    assert by_attack["patch-gradient"]["images"] == 3
     assert by_attack["patch-gradient"]["exact"] == by_attack["worst case"]["exact"] == 3
     assert by_attack["control:mean"]["exact"] == 0
-    ((single, count),) = by_attack["best single attack"]["leakiest"].items()
+    ((single, count),) = by_attack["best single attack"]["leakiest"]["psnr"].items()
     assert count == 3
-    assert by_attack["best single attack"]["psnr"] == max(by_attack[name]["psnr"] for name in ours)
-    assert by_attack[single]["psnr"] == by_attack["best single attack"]["psnr"]
+    assert means["best single attack"]["psnr"] == max(means[name]["psnr"] for name in ours) == means[single]["psnr"]
 
 
 @pytest.mark.slow
@@ -107,10 +148,10 @@ def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records:
     """Rounded to 8 bits, the exact reconstruction is the image: PSNR is infinite, which JSON has no number for."""
     done = attack("--eight-bit", "--attack", "patch-gradient", "--json")
     row = json.loads(done.out, parse_constant=pytest.fail)["rows"][0]
-    assert (row["mse"], row["psnr"], row["psnr_std"]) == (0, "Infinity", None)
+    assert (row["scores"]["mse"]["mean"], row["scores"]["psnr"]["mean"]) == (0, "Infinity")
     assert (records().query("attack == 'patch-gradient'").psnr == float("inf")).all()
-    shown = attack("--eight-bit", "--attack", "patch-gradient", "--overwrite").out
-    assert " ∞ " in next(line for line in shown.splitlines() if line.startswith("│ patch-gradient"))
+    shown = attack("--eight-bit", "--attack", "patch-gradient", "--overwrite", "--details").out
+    assert " ∞ " in next(line for line in shown.splitlines() if line.lstrip().startswith("patch-gradient "))
 
 
 @pytest.mark.slow
@@ -175,16 +216,17 @@ def test_the_verdict_of_the_page_stands_in_the_terminal_and_in_json(
     attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     options = ("--model", "vit_ti_mjp", "--setting", "a,c", "--attack", "april,patch-gradient", "--overwrite")
-    shown, told = attack(*options), json.loads(attack(*options, "--json").out)
+    shown, told = attack(*options, "--details"), json.loads(attack(*options, "--json").out)
     assert cli("report", tmp_path / "run").status == 0
     page = " ".join(html.unescape((tmp_path / "run" / "report.html").read_text("utf-8")).split())
     sentence = told["verdict"][0]
     assert sentence.startswith("By PSNR, ")
     assert "the paper's" in sentence
     assert sentence in page
-    assert sentence in shown.out.splitlines()
+    printed = " ".join(shown.out.split())
+    assert sentence in printed
     for cell in told["verdicts"]:
-        assert f"verdict: {cell['label']}: {cell['word']}{cell['why']}" in shown.out.splitlines()
+        assert f"verdict: {cell['label']}: {cell['word']}{cell['why']}" in printed
         assert f"{cell['word']}{cell['why']}" in page
 
 
@@ -192,14 +234,14 @@ def test_the_verdict_of_the_page_stands_in_the_terminal_and_in_json(
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
     """FFT2D as MJP has it is a correlation, and a black picture has none: that is said where other n/a's are told."""
     Image.new("RGB", (40, 36)).save(photos / "black.png")
-    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,fft2d_mjp")
+    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,fft2d_mjp", "--details")
     assert done.status == 0
     why = "undefined where a reconstruction or its image is black"
-    assert f"fft2d_mjp: n/a (for 8 of 32 records: {why})" in done.out
+    assert f"fft2d_mjp: n/a (for 8 of 32 records: {why})" in " ".join(done.out.split())
     assert f"fft2d_mjp is n/a for some images: {why}." in " ".join(done.err.split())
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert f"fft2d_mjp is n/a for some images: {why}." in facts["warnings"]
-    assert attack("--metrics", "psnr", "--overwrite").out.count("fft2d") == 0
+    assert attack("--metrics", "psnr", "--overwrite", "--details").out.count("fft2d") == 0
 
 
 @pytest.mark.slow
@@ -247,7 +289,7 @@ def test_setting_is_c_where_a_defense_is_at_work(
 def test_table_shows_the_geometry_asked_for(attack: Callable[..., Any]) -> None:
     def psnr(geometry: str) -> float:
         told = attack("--setting", "c", "--gamma", "1", "--geometry", geometry, "--json", "--overwrite").out
-        return {row["attack"]: row["psnr"] for row in json.loads(told)["rows"]}["patch-gradient"]
+        return {row["attack"]: row["scores"]["psnr"]["mean"] for row in json.loads(told)["rows"]}["patch-gradient"]
 
     assert psnr("oracle") > 100 > psnr("in_place")
 

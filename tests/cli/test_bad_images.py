@@ -107,7 +107,7 @@ def test_one_broken_file_among_good_ones(
     told = json.loads(done.out)
     assert list(told["failed"]) == ["b-broken.png"]
     assert told["failed"]["b-broken.png"].startswith("Not an image in one of the formats")
-    assert {(row["n"], row["failed"]) for row in told["rows"]} == {(3, 1), (3, 0)}  # controls fail no image
+    assert {(row["images"], row["failed"]) for row in told["rows"]} == {(3, 1), (3, 0)}  # controls fail no image
     assert done.err.splitlines()[-1].startswith("Failed: b-broken.png: Not an image")
     scored = records().query("attack in ['april', 'patch-gradient']")
     assert dict(scored.groupby("image").status.unique().map(list)) == {
@@ -119,7 +119,7 @@ def test_one_broken_file_among_good_ones(
     assert scored.query("status == 'ok'")[["psnr", "ssim"]].notna().all(axis=None)
     assert len(list((tmp_path / "run" / "strips").iterdir())) == 3
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
-    assert " 3 (1 failed) " in attack("--overwrite").out
+    assert " 3 (1 failed) " in attack("--overwrite", "--details").out
 
 
 @pytest.mark.slow

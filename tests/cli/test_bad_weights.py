@@ -33,7 +33,7 @@ def test_file_that_fits(
 ) -> None:
     path = tmp_path / f"mine.{suffix}"
     save(state, path) if suffix == "safetensors" else torch.save({"model": state}, path)
-    done = attack("--weights", path)
+    done = attack("--weights", path, "--details")
     assert done.status == 0
     assert f"vit_ti: weights file:mine.{suffix} (SHA-256 " in done.out
     assert "RANDOM" not in done.err
@@ -167,7 +167,7 @@ def test_gradients_that_are_zero_or_no_numbers(
     assert set(attacked.reason) == {reason}
     assert attacked[["mse", "psnr", "ssim", "seconds_attack"]].isna().all(axis=None)
     assert attacked.grad_norm.isna().all() if value else (attacked.grad_norm == 0).all()
-    shown = attack("--weights", tmp_path / "odd.safetensors", "--overwrite").out
+    shown = attack("--weights", tmp_path / "odd.safetensors", "--overwrite", "--details").out
     assert "0 (3 failed)" in shown
     assert "n/a" in next(line for line in shown.splitlines() if "april" in line)
 

@@ -39,11 +39,11 @@ def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callabl
     assert all(Client(**each) == Client(lr=0.1, steps=3) for each in told)
     assert (frame[frame.attack == "patch-update"].psnr > 60).all()
     assert frame[frame.attack.isin(CONTROLS)].psnr.max() < 40
-    assert {row["attack"]: row["n"] for row in done["rows"]}["patch-update"] == 2
+    assert {row["attack"]: row["images"] for row in done["rows"]}["patch-update"] == 2
     stated = json.loads(Path(done["run"], "run.json").read_text())
     assert stated["specification"]["client"] == "sgd"
     assert stated["specification"]["options"] == ["client.lr=0.1", "client.steps=3"]
-    assert any("updates of clients with 1 image and 3 steps of sgd, lr 0.1" in line for line in done["verdict"])
+    assert any("updates after 3 steps of sgd (lr 0.1, images 1)" in line for line in done["verdict"])
     assert any("sees the update" in line for line in done["verdict"])
     shares = frame[frame.geometry == "in_place"].set_index("attack").explained
     assert shares["patch-update"].min() > 0.9999
@@ -210,9 +210,9 @@ def test_clients_under_secure_aggregation_are_released_as_their_mean(
     attack: Cli, records: Callable[..., pd.DataFrame]
 ) -> None:
     given = ("--attack", "token-separation", "--metrics", "psnr", "--overwrite", "--client", "sgd")
-    done = attack(*given, "--set", "client.clients=2", "--limit", "3")
+    done = attack(*given, "--set", "client.clients=2", "--limit", "3", "--details")
     assert done.status == 0, done.error
-    assert "means of the updates of 2 clients with 1 image and 1 step of sgd" in done.out
+    assert "updates after 1 step of sgd (lr 0.01, images 1, clients 2)" in " ".join(done.out.split())
     of_clients = records().query("attack == 'token-separation' and geometry == 'in_place'").set_index("image_sha256")
     assert sorted(of_clients.batch_images) == [1, 2, 2]
     assert json.loads(of_clients.conditions.iloc[0])["client"]["clients"] == 2

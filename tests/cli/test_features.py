@@ -21,7 +21,7 @@ LARGE = ("--img-size", "64")
 def test_row_permutation_is_attacked_scored_and_shown(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
-    result = attack(*LARGE, "--defense", "row-permutation", "--attack", "pe-assignment", "--strips")
+    result = attack(*LARGE, "--defense", "row-permutation", "--attack", "pe-assignment", "--strips", "--details")
     assert result.status == 0
     made = records().query("attack == 'pe-assignment'")
     assert len(made) == 2 * 3

@@ -18,7 +18,7 @@ NAMES = [name for name in DEFENSES if name.startswith("gradient-")]
 def test_plain_and_adaptive_attack_stand_side_by_side(
     name: str, attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
 ) -> None:
-    result = attack(*LARGE, "--defense", name)
+    result = attack(*LARGE, "--defense", name, "--details")
     assert result.status == 0
     made = records()
     assert {"patch-gradient", "patch-gradient-adaptive"} <= set(made.attack)

@@ -157,8 +157,8 @@ def test_a_shuffle_of_patches_is_re_assembled_and_leaks_as_what_was_put_together
     assert means["reassembled"] > means["in_place"] + 10
     worst = next(row for row in told["rows"] if row["kind"] == "worst")
     best = frame[frame.attack.eq("patch-gradient") & frame.geometry.ne("oracle")].groupby("image").psnr.max()
-    assert worst["psnr"] == pytest.approx(best.mean())
-    assert "patch-gradient (reassembled)" in worst["leakiest"]
+    assert worst["scores"]["psnr"]["mean"] == pytest.approx(best.mean())
+    assert "patch-gradient (reassembled)" in worst["leakiest"]["psnr"]
     assert told["verdicts"][0]["word"] == ("leaks" if worst["exact"] else "no evidence")  # of three images
     assert "patch-gradient" in told["verdicts"][0]["why"]
     assert not any("not scored" in item for flag in told["flags"] for item in flag["items"])

@@ -39,11 +39,11 @@ def facts(run: Path) -> dict[str, Any]:
 def test_without_a_network_the_column_and_run_json_say_squeeze(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
-    done = attack(*QUICK)
+    done = attack(*QUICK, "--details")
     assert done.status == 0
     assert "LPIPS squeeze ↓" in done.out
     assert "LPIPS alex" not in done.out
-    assert done.err.count("Warning: LPIPS is by SqueezeNet (lpips_squeeze), and is not to be compared with") == 1
+    assert done.err.count("Warning: LPIPS is by SqueezeNet, not AlexNet; see `privlab explain lpips`.\n") == 1
     table, told = records(), facts(tmp_path / "run")
     assert table.lpips_squeeze.notna().all()
     assert table[["lpips_alex", "lpips_vgg"]].isna().all(axis=None)
@@ -57,7 +57,7 @@ def test_without_a_network_the_column_and_run_json_say_squeeze(
 def test_a_network_that_is_named_is_not_replaced(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
 ) -> None:
-    done = attack(*QUICK, "--metrics", "psnr,lpips_alex")
+    done = attack(*QUICK, "--metrics", "psnr,lpips_alex", "--details")
     assert done.status == 0
     assert "LPIPS alex ↓" in done.out
     assert "squeeze" not in done.out + done.err
@@ -71,7 +71,7 @@ def test_alexnet_is_used_where_it_is(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], alexnet: Callable[[], None]
 ) -> None:
     alexnet()
-    done = attack(*QUICK)
+    done = attack(*QUICK, "--details")
     assert "LPIPS alex ↓" in done.out
     assert "squeeze" not in done.out + done.err
     table = records()
@@ -83,7 +83,7 @@ def test_alexnet_is_used_where_it_is(
 def test_lpips_can_be_asked_for_alone(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack(*QUICK, "--metrics", "lpips", "--json")
     assert done.status == 0
-    assert json.loads(done.out)["leaks"] == {"lpips_squeeze": "lower leaks"}
+    assert json.loads(done.out)["metrics"] == {"lpips_squeeze": "lower leaks"}
     assert "1 of 1: a.png: lpips_squeeze, vit_ti, setting a: april " in done.err
     assert facts(tmp_path / "run")["specification"]["metrics"] == ["lpips_squeeze"]
 

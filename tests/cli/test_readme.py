@@ -41,7 +41,7 @@ def test_a_defense_of_ones_own_is_an_entry_point_away(
     monkeypatch.setattr(registry, "installed_plugins", lambda group: [point] if group == point.group else [])
     run = tmp_path / "run"
     arguments = "attack --model vit_ti --img-size 32 --weights random --limit 2 --metrics psnr --defense pixel-noise"
-    assert _status([*arguments.split(), "--out", str(run)]) == 0
+    assert _status([*arguments.split(), "--details", "--out", str(run)]) == 0
     assert "PixelNoise(std=0.1)" in capsys.readouterr().out
     records = pd.read_parquet(run / "records")
     assert set(records.defense) == {"pixel-noise"}

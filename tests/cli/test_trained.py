@@ -30,7 +30,7 @@ def test_the_named_command_runs_on_trained_weights_and_bundled_images(
     (command,) = named(done.out)
     assert named(done.err) == []
     assert sorted(command) == sorted(["privlab", "attack", "--model", "cifar_vit_mjp", *own, "--limit", "1"])
-    trained = cli(*command[1:])
+    trained = cli(*command[1:], "--details")
     assert trained.status == 0
     assert "cifar_vit_mjp: weights pretrained:cifar_vit_mjp, E_unk trained" in trained.out
     assert "Random weights" not in trained.out

@@ -11,7 +11,7 @@ import torch
 from privlab.evaluation import SETTINGS
 from privlab.grids import Experiment, lay_out, prepare
 from privlab.grids.definition import name_lpips
-from privlab.report.tables import Caption, load_results
+from privlab.report.tables import conditions_that_differ, load_results
 from privlab.stores import RunDirectory, Store
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_without_alexnet_there_is_a_figure_in_a_column_of_its_own(
     results = load_results(tmp_path / "run")
     assert results.layout.columns == ("psnr", "lpips_squeeze")
     assert sum(message.startswith("LPIPS is by SqueezeNet") for message in results.facts["warnings"]) == 1
-    said = " ".join(line for line in Caption.of(results).remarks if line.startswith("LPIPS: "))
+    said = " ".join(line for line in conditions_that_differ(results) if line.startswith("LPIPS: "))
     assert said.startswith("LPIPS: paper: by AlexNet, ")
     assert said.endswith(" 0.36 / here: lpips_squeeze, another distance, beside which the paper's figures do not stand")
 
@@ -98,7 +98,7 @@ def test_a_paper_s_figures_stand_beside_alexnet_s(
     assert list(results.facts["missing_metrics"]) == ["lpips_alex"]
     assert results.records.lpips_squeeze.isna().all()
     assert results.records.lpips_alex.isna().all()
-    assert not any(line.startswith("LPIPS: ") for line in Caption.of(results).remarks)
+    assert not any(line.startswith("LPIPS: ") for line in conditions_that_differ(results))
 
 
 def test_a_table_that_goes_on_keeps_its_network(

@@ -326,7 +326,10 @@ def test_compare(cli: Any, finished: Any, table: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--format", "pdf"], "Invalid value for '--format': 'pdf' is not one of 'latex', 'csv', 'markdown', 'json'."),
+        (
+            ["--format", "pdf"],
+            "Invalid value for '--format': 'pdf' is not one of 'latex', 'csv', 'markdown', 'json', 'html'.",
+        ),
         (["--limit", 0], "Invalid value for '--limit': 0 is not in the range x>=1."),
         (["--pictures", -1], "Invalid value for '--pictures': -1 is not in the range x>=0."),
         (["--keep", "all"], "Invalid value for '--keep': 'all' is not 'reconstructions'."),

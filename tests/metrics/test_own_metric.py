@@ -17,7 +17,7 @@ import torch
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.metrics import Metric, mse, registry, score
 from privlab.metrics.names import METRIC_NAMES
-from privlab.report.tables.summary import shown_metrics
+from privlab.report.tables import shown_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "plugins.md").read_text(encoding="utf-8")
 CODE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "EDGE_ERROR" in block)
@@ -156,7 +156,7 @@ def test_a_metric_that_raises_or_leaves_its_range_is_named(added: Callable[[Call
 
 def test_the_table_of_a_run_shows_metrics_of_other_packages(added: Callable[[Callable[..., Any]], None]) -> None:
     added(mse)
-    assert shown_metrics(["own", "psnr"], pd.DataFrame()) == ["psnr", "own"]
+    assert shown_metrics(["own", "psnr"]) == ("psnr", "own")
 
 
 @pytest.mark.slow

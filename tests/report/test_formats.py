@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Layout
@@ -23,35 +23,41 @@ from privlab.report.tables import (
     FORMATS,
     SINGLE,
     WORST,
-    Caption,
     CaseFacts,
     Results,
     Row,
     Score,
     Table,
+    conditions_that_differ,
     figure_text,
     heading,
-    render,
+    leakage_table,
     to_tex,
 )
-from privlab.report.tables.formats import to_rich
+from privlab.report.tables.formats import Cell, Column, Line
 from privlab.report.tables.leakage import Kind
 
-NO_CAPTION = Caption()
+
+def laid_out(
+    rows: Sequence[Row], layout: Layout, *, title: str = "", source: str | None = None, **options: Any
+) -> Table:
+    cases = tuple(CaseFacts(str(i)) for i in range(1 + max((row.case for row in rows), default=0)))
+    results = Results("t", title, source, cases, layout, (), {}, pd.DataFrame(), {}, Path())
+    return leakage_table(results, rows, **options)
 
 
-def written(form: str, rows: Sequence[Row], layout: Layout, caption: Caption = NO_CAPTION, **options: bool) -> str:
-    return render(form, Table(rows, layout, caption), **options)
+def written(form: str, rows: Sequence[Row], layout: Layout, *, standalone: bool = False, **options: Any) -> str:
+    return laid_out(rows, layout, **options).render(form, standalone=standalone)
 
 
-def laid_out(rows: Sequence[Row], layout: Layout, caption: Caption = NO_CAPTION, **options: bool) -> RichTable:
-    return to_rich(Table(rows, layout, caption), **options)
-
-
-to_latex, to_csv, to_markdown, to_json = (partial(written, form) for form in FORMATS)
+to_latex, to_csv, to_markdown, to_json, to_html = (partial(written, form) for form in FORMATS)
 
 LAYOUT = Layout(columns=("mse", "psnr"), decimals={"psnr": 1}, paper_attack="april")
-CAPTION = Caption("Table 5", "MJP (2023)", ("weights: paper: trained / here: random",))
+CAPTION: dict[str, Any] = {
+    "title": "Table 5",
+    "source": "MJP (2023)",
+    "remarks": ("weights: paper: trained / here: random",),
+}
 
 
 def row(kind: Kind, mse: Score, psnr: Score, case: int = 0, attack: str | None = None, **rest: object) -> Row:
@@ -150,11 +156,11 @@ group,case,row,attack,images,exact,failed,refused,external,mse,mse_low,mse_high,
 
 
 def test_markdown_as_written() -> None:
-    assert to_markdown(ROWS, LAYOUT, CAPTION) == MARKDOWN
+    assert to_markdown(ROWS, LAYOUT, **CAPTION) == MARKDOWN
 
 
 def test_latex_as_written() -> None:
-    assert to_latex(ROWS, LAYOUT, CAPTION) == LATEX
+    assert to_latex(ROWS, LAYOUT, **CAPTION) == LATEX
 
 
 def test_csv_as_written() -> None:
@@ -168,7 +174,7 @@ def test_csv_reads_back() -> None:
 
 
 def test_json_says_null_and_infinity() -> None:
-    table = json.loads(to_json(ROWS, LAYOUT, CAPTION), parse_constant=pytest.fail)
+    table = json.loads(to_json(ROWS, LAYOUT, **CAPTION), parse_constant=pytest.fail)
     assert {name: table[name] for name in ("title", "source", "remarks", "interval", "geometry")} == {
         "title": "Table 5",
         "source": "MJP (2023)",
@@ -186,19 +192,19 @@ def test_json_says_null_and_infinity() -> None:
 
 def test_verdicts_stand_under_the_table_and_beside_the_worst_case() -> None:
     cases = {row.case for row in ROWS}
-    told = replace(CAPTION, verdicts=dict.fromkeys(cases, "no evidence: none"))
-    for text in (to_markdown(ROWS, LAYOUT, told), to_latex(ROWS, LAYOUT, told)):
+    told = {**CAPTION, "verdicts": dict.fromkeys(cases, "no evidence: none")}
+    for text in (to_markdown(ROWS, LAYOUT, **told), to_latex(ROWS, LAYOUT, **told)):
         assert text.count("verdict: ") == text.count("no evidence: none") == len(cases)
-    lines = list(csv.DictReader(io.StringIO(to_csv(ROWS, LAYOUT, told))))
+    lines = list(csv.DictReader(io.StringIO(to_csv(ROWS, LAYOUT, **told))))
     assert {line["verdict"] for line in lines if line["row"] == "worst"} == {"no evidence: none"}
     assert {line["verdict"] for line in lines if line["row"] != "worst"} == {""}
-    assert json.loads(to_json(ROWS, LAYOUT, told))["verdicts"][str(min(cases))] == "no evidence: none"
+    assert json.loads(to_json(ROWS, LAYOUT, **told))["verdicts"][str(min(cases))] == "no evidence: none"
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_render_is_each_format(form: str) -> None:
-    own = {"latex": LATEX, "csv": CSV, "markdown": MARKDOWN, "json": to_json(ROWS, LAYOUT, CAPTION)}
-    assert written(form, ROWS, LAYOUT, CAPTION) == own[form]
+    own = {"latex": LATEX, "csv": CSV, "markdown": MARKDOWN}
+    assert written(form, ROWS, LAYOUT, **CAPTION) == own.get(form, written(form, ROWS, LAYOUT, **CAPTION))
     assert written(form, [], LAYOUT)
 
 
@@ -239,7 +245,10 @@ def test_caption_of_results() -> None:
         {"case": [0], "attack": ["x"], "status": ["ok"], "image_sha256": ["a"], "weights": ["random"]}
     )
     ran = Results("t", "T", "MJP", (case,), LAYOUT, (), {"weights": "trained"}, records, {}, Path())
-    assert Caption.of(ran) == Caption("T", "MJP", ("weights: paper: trained / here: random",))
+    assert conditions_that_differ(ran) == ["weights: paper: trained / here: random"]
+    text = leakage_table(ran, ROWS[:1]).render("markdown")
+    assert text.startswith("**T**\n")
+    assert text.endswith("\n\npublished: MJP\n\nweights: paper: trained / here: random\n")
 
 
 def test_shares_are_explained_where_there_are_any() -> None:
@@ -285,11 +294,6 @@ def test_the_best_single_attack_and_exact_images_stand_beside_the_worst_case() -
     told = json.loads(to_json(rows, LAYOUT))
     assert told["worst_case"] == "the best attack of each image, chosen by the evaluator: an upper bound"
     assert (told["rows"][3]["kind"], told["rows"][3]["exact"]) == ("single", 1)
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(laid_out(rows, LAYOUT))
-    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    heads = "paper april worst single"
-    assert f"case {heads} {heads} images worst case by best single attack" in lines
     assert "exact" not in to_markdown(ROWS, LAYOUT)
 
 
@@ -320,41 +324,66 @@ def test_headings() -> None:
 # For a terminal
 
 
-def printed(width: int, *, stacked: bool) -> str:
+def printed(table: Table, width: int) -> list[str]:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(laid_out(ROWS, LAYOUT, CAPTION, stacked=stacked))
-    return console.export_text()
+    console.print(table)
+    return console.export_text().splitlines()
 
 
-def test_side_by_side() -> None:
-    lines = [" ".join(line.split()) for line in printed(120, stacked=False).splitlines()]
-    assert "MSE ↓ PSNR ↑" in lines
-    assert "case paper april worst paper april worst images worst case by" in lines
-    assert "DeiT-S 0.0350 0.0625 1.2e-9 18.9 17.5 ∞ 2 new 75 %, april 25 %" in lines
-    assert lines[lines.index("DeiT-S 0.0350 0.0625 1.2e-9 18.9 17.5 ∞ 2 new 75 %, april 25 %") + 1] == (
-        "± 0.0156 ± 2.0e-10 ± 0.5"
-    )
-    assert "MJP_{γ} (a,b) n/a 0.2000 n/a 7.0 1 x" in lines
-    assert "±: farther end of the 95 % interval of the mean over the images, by Student's t" in lines
+def test_a_terminal_has_a_line_for_each_row_under_its_case() -> None:
+    lines = [" ".join(line.split()) for line in printed(laid_out(ROWS, LAYOUT, **CAPTION), 120)]
+    assert "images MSE ↓ PSNR ↑" in lines
+    at = lines.index("DeiT-S")
+    assert lines[at - 1 : at + 4] == [
+        *("(1) a & b", "DeiT-S", "published — 0.0350 18.9"),
+        *("paper's attack: april 2 (1 failed) 0.0625 17.5", "± 0.0156 ± 0.5"),
+    ]
+    assert "worst case: new 75 %, april 25 % 2 1.2e-9 ∞" in lines
+    assert "paper's attack: april (a) — n/a n/a" in lines
     assert "(a) cannot run: april (no PE)" in lines
     assert "weights: paper: trained / here: random" in lines
+    text = " ".join(lines)
+    assert "±: farther end of the 95 % interval of the mean over the images, by Student's t" in text
 
 
-def test_stacked_fits_a_narrow_terminal() -> None:
-    text = printed(70, stacked=True)
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert max(map(len, text.splitlines())) <= 70
-    assert "paper's attack: 2 0.0625 17.5" in lines
-    assert "april (1 failed) ± 0.0156 ± 0.5" in lines
-    assert "x (external) (c) 1 0.2000 7.0" in lines
+def test_a_narrow_terminal_wraps_names_and_no_figure() -> None:
+    lines = printed(laid_out(ROWS, LAYOUT, **CAPTION), 60)
+    assert max(map(len, lines)) <= 60
+    text = " ".join(" ".join(lines).split())
+    assert "1.2e-9" in text
+    assert "± 2.0e-10" in text
+    assert "…" not in text
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_text_is_no_markup_of_the_terminal(stacked: bool) -> None:
+def test_text_is_no_markup_of_the_terminal() -> None:
     rows = [replace(one, label="[red]hot[/red]", group="[bold]") for one in ROWS[:3]]
-    console = Console(width=150, record=True, file=io.StringIO())
-    console.print(laid_out(rows, LAYOUT, Caption("[b]"), stacked=stacked))
-    assert {"[red]hot[/red]", "[bold]", "[b]"} <= set(console.export_text().split())
+    text = "\n".join(printed(laid_out(rows, LAYOUT, title="[b]"), 150))
+    assert {"[red]hot[/red]", "[bold]", "[b]"} <= set(text.split())
+
+
+# HTML, and tables of other things
+
+
+def test_html_has_the_headings_the_cells_and_the_notes() -> None:
+    text = to_html(ROWS, LAYOUT, **CAPTION)
+    assert '<tr><th colspan="4" style="text-align:left">(1) a &amp; b</th></tr>' in text
+    assert "<td>0.0625 ± 0.0156</td>" in text
+    assert "<td><b>1.2e-9</b> ± 2.0e-10</td>" in text
+    assert "paper&#39;s attack: april<sup>a</sup></td>" in text
+    assert "<p><sup>a</sup> cannot run: april (no PE)</p>" in text
+    assert text.count("<tr>") == text.count("</tr>") == 1 + 4 + len(ROWS)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_any_table_has_all_formats(form: str) -> None:
+    table = Table([Column("what"), Column("n", "count")], [Line([Cell("a & b"), Cell("3")])], [("", "note")], "T")
+    text = table.render(form)
+    assert "3" in text
+    assert ("note" in text) == (form != "csv")
+    if form == "csv":
+        assert text == "what,n\na & b,3\n"
+    if form == "markdown":
+        assert text == "**T**\n\n| what | n |\n| :-- | --: |\n| a \\& b | 3 |\n\nnote\n"
 
 
 # Escapes
@@ -415,9 +444,9 @@ def documents() -> dict[str, str]:
         for one in ROWS[:3]
     ]
     return {
-        "golden": to_latex(ROWS, LAYOUT, CAPTION, standalone=True),
-        "gamma": to_latex([replace(one, label="gamma 0.27") for one in ROWS], LAYOUT, CAPTION, standalone=True),
-        "nasty": to_latex(nasty, LAYOUT, Caption(NASTY, NASTY, (NASTY,)), standalone=True),
+        "golden": to_latex(ROWS, LAYOUT, **CAPTION, standalone=True),
+        "gamma": to_latex([replace(one, label="gamma 0.27") for one in ROWS], LAYOUT, **CAPTION, standalone=True),
+        "nasty": to_latex(nasty, LAYOUT, title=NASTY, source=NASTY, remarks=(NASTY,), standalone=True),
         "large": to_latex(many, wide, standalone=True),
         "empty": to_latex([], LAYOUT, standalone=True),
         "fragment": "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\begin{table}"
@@ -428,7 +457,7 @@ def documents() -> dict[str, str]:
 def test_gamma_of_a_label_is_a_letter_in_latex() -> None:
     """A grid's cases are called after their options, and so are the verdicts on them."""
     rows = [replace(one, label="gamma 0.27, defense gamma") for one in ROWS[:3]]
-    told = to_latex(rows, LAYOUT, replace(CAPTION, verdicts={0: "broken"}))
+    told = to_latex(rows, LAYOUT, **CAPTION, verdicts={0: "broken"})
     assert r"{@{}l@{}}{$\gamma$ 0.27, defense gamma} \\" in told
     assert r"$\gamma$ 0.27, defense gamma: broken" in told
 

@@ -68,7 +68,9 @@ def test_a_run_is_shown_with_its_verdict_its_table_and_the_strips_of_its_first_i
     shown = Shown(run._repr_html_())
     assert shown.images == [file.read_bytes() for file in files[:3]]
     assert "leaks" in shown.text
-    assert {"attack", "psnr", "patch-gradient"} <= set(shown.words)
+    assert {"attacked", "paper's attack", "best attack", "exact", "leakiest control"} <= set(shown.words)
+    assert "patch-gradient: " in shown.text
+    assert "Few images" in shown.text
 
 
 def test_names_are_escaped() -> None:

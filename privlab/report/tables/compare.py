@@ -11,7 +11,7 @@ import pandas as pd
 from privlab.evaluation import EXACT_DB
 from privlab.grids import KNOWN
 from privlab.metrics import DECIBELS
-from privlab.report.tables.leakage import NO_SCORE, Measured, Score, measure
+from privlab.report.tables.leakage import NO_SCORE, Row, Score, measure
 from privlab.report.tables.per_image import SINGLE
 from privlab.report.tables.results import Results
 from privlab.report.tables.table import figure_text, heading, some
@@ -80,8 +80,8 @@ def compare(old: Results, new: Results) -> list[Moved]:
     metrics = tuple(dict.fromkeys((*layout.columns, *old.layout.columns)))
     places = {name: i for i, name in enumerate(dict.fromkeys((*_names(new), *_names(old))))}
     first, second = (_images(results, metrics, layout.geometry, places) for results in (old, new))
-    before, after = (dict(measure(frame, metrics, layout.interval)) for frame in (first, second))
-    between = dict(measure(_pair(first, second, metrics), metrics, layout.interval, differences=True))
+    before, after = (measure(frame, metrics, layout.interval) for frame in (first, second))
+    between = measure(_pair(first, second, metrics), metrics, layout.interval, differences=True)
     names = list(places)
     moved = []
     for key in sorted(before.keys() | after.keys()):
@@ -120,7 +120,7 @@ def _pair(old: pd.DataFrame, new: pd.DataFrame, metrics: tuple[str, ...]) -> pd.
 
 
 def _of_cell(
-    place: _Place, old: Measured | None, new: Measured | None, both: Measured | None, metrics: tuple[str, ...]
+    place: _Place, old: Row | None, new: Row | None, both: Row | None, metrics: tuple[str, ...]
 ) -> Iterator[Moved]:
     """Yield what moved in one cell."""
     if old and new and new.failed > old.failed:

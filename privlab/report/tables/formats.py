@@ -1,37 +1,29 @@
-"""The formats of a leakage table: LaTeX in plain ASCII, Markdown, CSV, JSON, and a layout for a terminal."""
+"""One table, whose cells and notes are plain text, and its writers: terminal, Markdown, LaTeX, CSV, JSON and HTML."""
 
 import csv
 import io
 import json
-import math
 import re
 import unicodedata
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import zip_longest
+from typing import Literal
 
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from privlab.base import check_name, plain_data
-from privlab.grids import KNOWN
-from privlab.report.tables.leakage import Row
-from privlab.report.tables.per_image import BOUND
-from privlab.report.tables.table import Cell, Table, heading
 
-FORMATS = ("latex", "csv", "markdown", "json")
+FORMATS = ("latex", "csv", "markdown", "json", "html")
 """The formats of a table, by `--format`."""
-
-_DOCUMENT = r"""\documentclass{article}
-\usepackage{booktabs,graphicx}
-\usepackage[paperwidth=210mm,paperheight=%(height)dmm,margin=15mm]{geometry}
-\pagestyle{empty}
-\begin{document}
-\noindent\textbf{%(title)s}\par\bigskip
-\noindent\footnotesize
-\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%%
-%(tabular)s}
-%(notes)s\end{document}
-"""
 
 _TEX = {c: f"\\{c}" for c in "{}$&#_%"} | {"[": "{[}", "*": "{*}"}  # the two would be read as options of a line's end
 _TEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "{''}"}
@@ -46,124 +38,180 @@ _ACCENTS = dict(
 )
 
 
-def render(form: str, table: Table, *, standalone: bool = False) -> str:
-    """Return a leakage table as text, in one of `FORMATS`.
+_INDENT, _NAME_WIDTH = 2, 20
+"""Columns of a terminal by which a name is indented under its case, and those that a long name has at least."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading, and whether it holds words, counts, or figures with an interval."""
+
+    head: str
+    kind: Literal["words", "count", "figure"] = "words"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of a cell; a figure may have an interval and be bold, and a name may have letters of footnotes."""
+
+    text: str
+    interval: str = ""
+    bold: bool = False
+    mark: str = ""
+
+    @property
+    def markup(self) -> str:
+        """Return it for rich; the interval is under the figure."""
+        text = f"[bold]{escape(self.text)}[/bold]" if self.bold else escape(self.text)
+        return text + (f"\n± {self.interval}" if self.interval else "") + (f" ({self.mark})" if self.mark else "")
+
+
+@dataclass(frozen=True)
+class Line:
+    """The cells of a line, one for each column; or the heading of the lines below it: of a case, or of a group."""
+
+    cells: Sequence[Cell] = ()
+    heading: str = ""
+    of_group: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A table: its columns, its lines, and the notes under it, each with its mark or an empty text.
+
+    It can be printed, and a notebook shows it.
 
     Args:
-        form: "latex", "csv", "markdown" or "json".
-        table: its rows, columns and caption.
-        standalone: whether LaTeX is a whole document; the other formats do not read it.
-
-    Raises:
-        PrivlabError: for an unknown format.
+        columns: the columns, of which the first one names the lines.
+        lines: the lines, from the top.
+        notes: pairs of a mark and a text.
+        title: the title, or an empty text.
+        records: what CSV has a line for, by its columns; by default the cells.
+        options: what `data` has of each record besides.
+        facts: what JSON holds; by default the title, the records and the notes.
     """
-    check_name("format", form, FORMATS)
-    if form == "latex":
-        return _latex_table(table, standalone=standalone)
-    return {"markdown": _markdown_table, "json": _json, "csv": _csv}[form](table)
+
+    columns: Sequence[Column]
+    lines: Sequence[Line]
+    notes: Sequence[tuple[str, str]] = ()
+    title: str = ""
+    records: Sequence[Mapping[str, object]] = ()
+    options: Sequence[Mapping[str, object]] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def data(self) -> pd.DataFrame:
+        """Return the figures in full, with a row for each line; what was not measured is NaN."""
+        pairs = zip_longest(self.options, self._flat(), fillvalue={})
+        return pd.DataFrame([{**options, **record} for options, record in pairs])
+
+    def render(self, form: str, *, standalone: bool = False) -> str:
+        """Return the table as text, in one of `FORMATS`.
+
+        Args:
+            form: "latex", "csv", "markdown", "json" or "html".
+            standalone: whether LaTeX is a whole document; the other formats do not read it.
+
+        Raises:
+            PrivlabError: for an unknown format.
+        """
+        check_name("format", form, FORMATS)
+        if form == "json":
+            facts = self.facts or {"title": self.title, "rows": self._flat(), "notes": [text for _, text in self.notes]}
+            return json.dumps(plain_data(facts), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+        if form == "csv":
+            return self._csv()
+        headings = sum(not line.cells for line in self.lines)
+        height = 4 * (4 + len(self.lines) + headings + sum(1 + len(text) // 90 for _, text in self.notes))
+        return (
+            _templates()
+            .get_template(f"table.{_SUFFIX[form]}")
+            .render(table=self, cases=self._has_cases, height=max(297, 50 + height), standalone=standalone)
+        )
+
+    def __rich__(self) -> RichTable:
+        """Return the table for a terminal: an interval is placed under its figure, and names are wrapped to fit."""
+        shown = RichTable(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        indent = _INDENT if self._has_cases else 0
+        for place, column in enumerate(self.columns):
+            texts = [column.head, *(line.cells[place].text for line in self.lines if line.cells)]
+            least = max((len(word) for text in texts for word in text.split()), default=0)
+            whole = column.kind == "figure" or max(len(line) for text in texts for line in text.split("\n")) <= least
+            if place == 0 and indent:  # names would otherwise be wrapped to a word a line
+                least = indent + max(least, min(_NAME_WIDTH, max(map(len, texts))))
+            justify = "left" if column.kind == "words" else "right"
+            shown.add_column(escape(column.head), justify=justify, min_width=least, no_wrap=whole, overflow="fold")
+        for line in self.lines:
+            if line.of_group:
+                shown.add_section()
+            if line.cells:
+                first, *others = (cell.markup for cell in line.cells)
+                shown.add_row(Padding(first, (0, 0, 0, indent), expand=False), *others)
+            else:
+                heading = escape(line.heading)
+                shown.add_row(f"[italic]{heading}[/italic]" if line.of_group else heading)
+        shown.title = Text(self.title) if self.title else None
+        shown.caption = Text("\n".join(f"({mark}) {text}" if mark else text for mark, text in self.notes))
+        shown.title_justify = shown.caption_justify = "left"
+        return shown
+
+    def __str__(self) -> str:
+        """Return what a terminal shows."""
+        return terminal_text(self)
+
+    def _repr_html_(self) -> str:
+        return self.render("html")
+
+    @property
+    def _has_cases(self) -> bool:
+        return any(not line.cells and not line.of_group for line in self.lines)
+
+    def _flat(self) -> list[Mapping[str, object]]:
+        """Return the records, or the cells by the headings of their columns."""
+        heads = [column.head for column in self.columns]
+        lines = (line.cells for line in self.lines if line.cells)
+        return [*self.records] or [dict(zip(heads, (cell.text for cell in cells), strict=True)) for cells in lines]
+
+    def _csv(self) -> str:
+        """Return one line for each record; None is empty."""
+        records = self._flat()
+        out = io.StringIO()
+        write = csv.writer(out, lineterminator="\n").writerow
+        write(records[0] if records else [column.head for column in self.columns])
+        for record in records:
+            write([" ".join(value.split()) if isinstance(value, str) else value for value in record.values()])
+        return out.getvalue()
 
 
-def _markdown_table(table: Table) -> str:
-    """Return a table of GitHub's Markdown, its title above and its notes below."""
-    columns, title = table.layout.columns, table.caption.title
-    empty = [""] * (1 + len(columns))
-    lines = [["case", "", "images", *(_markdown(heading(name)) for name in columns)]]
-    lines.append([":--", ":--", *["--:"] * (1 + len(columns))])
-    label = ""
-    for kind, row in table.lines():
-        if kind == "group":
-            lines.append([f"**{_markdown(row.group or '')}**", "", *empty])
-        elif kind == "case":
-            label = _markdown(row.label)
-        else:
-            cells = [
-                (f"**{mean}**" if bold else mean) + (f" ± {interval}" if interval else "")
-                for mean, interval, bold in table.cells(row)
-            ]
-            lines.append([label, _markdown(table.name(row)) + _superscript(table.mark(row)), table.images(row), *cells])
-            label = ""
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    notes = (f"{_superscript(mark)} {_markdown(note)}".lstrip() for mark, note in table.notes())
-    return (f"**{_markdown(title)}**\n\n" if title else "") + text + "".join(f"\n{note}\n" for note in notes)
+def terminal_text(shown: RenderableType, width: int = 80) -> str:
+    """Return what a terminal of a width shows."""
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(shown, crop=False)
+    return captured.get()
 
 
-def _superscript(mark: str) -> str:
-    return f"<sup>{mark}</sup>" if mark else ""
+_SUFFIX = {"latex": "tex", "markdown": "md", "html": "html"}
+
+
+@cache
+def _templates() -> Environment:
+    """Return the templates of this folder, whose tags have square brackets, since those of LaTeX are curly."""
+    found = Environment(
+        *("[%", "%]", "[[", "]]", "[#", "#]"),
+        loader=PackageLoader("privlab.report", "tables"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    found.filters |= {"md": _markdown, "tex": to_tex, "tex_words": _tex_words, "tex_figure": _tex_figure}
+    return found
 
 
 def _markdown(text: str) -> str:
     """Escape characters that Markdown or HTML would read as markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
-
-
-def _csv(table: Table) -> str:
-    """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
-
-    For a worst case the last says on how many images each attack reached it, and for the best single attack which one
-    it is. What was not measured is empty. Of the caption, verdicts alone are shown, beside their worst case.
-    """
-    out = io.StringIO()
-    write = csv.writer(out, lineterminator="\n").writerow
-    columns, verdicts = table.layout.columns, table.caption.verdicts
-    facts = ["group", "case", "row", "attack", "images", "exact", "failed", "refused", "external"]
-    facts += ["verdict"] if verdicts else []
-    write([*facts, *(name + end for name in columns for end in ("", "_low", "_high", "_images", "_leakiest"))])
-    for row in table.rows:
-        refused = "; ".join(f"{attack}: {reason}" for attack, reason in row.refused.items())
-        line = [row.group, row.label, row.kind, row.attack, row.images, row.exact, row.failed, refused, row.external]
-        if verdicts:
-            line.append(verdicts.get(row.case) if row.kind == "worst" else None)
-        for name in columns:
-            score = row.scores[name]
-            leakiest = "; ".join(f"{attack}: {count}" for attack, count in row.leakiest.get(name, {}).items())
-            ends = ["" if math.isnan(value) else repr(value) for value in (score.mean, score.low, score.high)]
-            line += [*ends, score.images, leakiest]
-        write([" ".join(value.split()) if isinstance(value, str) else value for value in line])
-    return out.getvalue()
-
-
-def _json(table: Table) -> str:
-    """Return the rows as JSON: a figure that was not measured is null, an infinite one "Infinity"."""
-    layout = table.layout
-    metrics = {name: KNOWN[name].direction for name in layout.columns}
-    about = {"metrics": metrics, "interval": layout.interval, "geometry": layout.geometry, "worst_case": BOUND}
-    whole = asdict(table.caption) | about | {"rows": [asdict(row) for row in table.rows]}
-    return json.dumps(plain_data(whole), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
-
-
-def _latex_table(table: Table, *, standalone: bool) -> str:
-    r"""Return a tabular for \input, which needs booktabs, and its notes; or a whole document of one page that fits it.
-
-    Each case has a line, and its rows follow below; means and intervals have columns of their own, so that they align.
-    Only a document, which is returned if `standalone`, shows the title.
-    """
-    columns = table.layout.columns
-    heads = "".join(rf" & \multicolumn{{2}}{{c}}{{{to_tex(heading(name))}}}" for name in columns)
-    across = rf"\multicolumn{{{2 + 2 * len(columns)}}}{{@{{}}l@{{}}}}"
-    pairs = r"r@{\,}l" * len(columns)
-    lines = [rf"\begin{{tabular}}{{@{{}}lr{pairs}@{{}}}}", r"\toprule", rf" & images{heads} \\"]
-    above = "head"
-    for kind, row in table.lines():
-        if above == "head" or kind == "group":
-            lines.append(r"\midrule")
-        elif kind == "case" and above == "row":
-            lines.append(r"\addlinespace")
-        if kind == "row":
-            name = to_tex(table.name(row)) + _tex_mark(table.mark(row))
-            cells = [rf"\quad {name}", to_tex(table.images(row)), *(_tex_cell(*cell) for cell in table.cells(row))]
-            lines.append(" & ".join(cells) + r" \\")
-        else:
-            text = rf"\textit{{{_tex_text(row.group or '')}}}" if kind == "group" else _tex_text(row.label)
-            lines.append(rf"{across}{{{text}}} \\")
-        above = kind
-    tabular = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
-    notes = "".join(rf"\noindent{_tex_mark(mark)} {_tex_text(text)}\par" + "\n" for mark, text in table.notes())
-    notes = "\\par\\smallskip{\\footnotesize\\raggedright\n" + notes + "}\n" if notes else ""
-    if not standalone:
-        return f"{tabular}\n{notes}"
-    height = 50 + 4 * (len(lines) + sum(1 + len(text) // 90 for _, text in table.notes()))
-    title = to_tex(table.caption.title) or "~"
-    return _DOCUMENT % {"height": max(297, height), "title": title, "tabular": tabular, "notes": notes}
 
 
 def to_tex(text: str) -> str:
@@ -188,93 +236,15 @@ def _letter(found: re.Match[str]) -> str:
     return out
 
 
-def _tex_text(text: str) -> str:
+def _tex_words(text: str) -> str:
     """Return a line as LaTeX; "gamma" in a case's label, as experiments spell it, is printed as γ."""
     return to_tex(re.sub(r"\bgamma\b(?=[ =]+[\d.])", "γ", text))
 
 
-def _tex_cell(mean: str, interval: str, bold: bool) -> str:
-    mean, interval = (re.sub(r"e([+-])0?(\d+)$", _tex_power, to_tex(figure)) for figure in (mean, interval))
-    mean = rf"\textbf{{\boldmath {mean}}}" if bold else mean
-    return f"{mean} & " + (rf"\scriptsize$\pm$\,{interval}" if interval else "")
+def _tex_figure(text: str) -> str:
+    """Return a figure as LaTeX, with its power of ten as mathematics."""
+    return re.sub(r"e([+-])0?(\d+)$", _tex_power, to_tex(text))
 
 
 def _tex_power(found: re.Match[str]) -> str:
     return rf"$\cdot10^{{{found[1].lstrip('+')}{found[2]}}}$"
-
-
-def _tex_mark(mark: str) -> str:
-    return rf"\textsuperscript{{{mark}}}" if mark else ""
-
-
-def to_rich(table: Table, *, stacked: bool = False) -> RichTable:
-    """Lay the table out for a terminal: a line for each case, published, paper's attack, worst case, best attack.
-
-    If it is `stacked`, each row has a line of its own: for a narrow terminal, or to show all rows of `leakage`.
-    """
-    shown = RichTable(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    (_stack if stacked else _side_by_side)(table, shown)
-    shown.title = Text(table.caption.title) if table.caption.title else None
-    shown.caption = Text("\n".join(f"({mark}) {text}" if mark else text for mark, text in table.notes()))
-    shown.title_justify = shown.caption_justify = "left"
-    return shown
-
-
-def _stack(table: Table, shown: RichTable) -> None:
-    """Lay out each row under a line for its case, with intervals under their means."""
-    shown.add_column("case")
-    shown.add_column("images", justify="right")
-    for name in table.layout.columns:
-        shown.add_column(heading(name), justify="right", no_wrap=True)
-    for kind, row in table.lines():
-        if kind == "row":
-            name = table.name(row) + (f" ({mark})" if (mark := table.mark(row)) else "")
-            counts = table.images(row).replace(" (", "\n(")
-            shown.add_row(Text("  " + name.replace(": ", ":\n    ")), counts, *map(_text, table.cells(row)))
-        elif kind == "group":
-            _add_group(shown, row)
-        else:
-            shown.add_row(Text(row.label))
-
-
-def _side_by_side(table: Table, shown: RichTable) -> None:
-    """Lay out a line for each case: for each metric what was published, and the headline rows of what was measured."""
-    cases: dict[int, dict[str, Row]] = {}
-    for row in table.rows:
-        cases.setdefault(row.case, {})[row.kind] = row
-    attack = next((row.attack for row in table.rows if row.kind == "paper"), None)
-    heads = {"published": "paper", "paper": attack or "", "worst": "worst", "single": "single"}
-    kinds = [kind for kind in heads if any(kind in rows for rows in cases.values())]
-    bounds = {"worst": "worst case by"} | ({"single": "best single attack"} if "single" in kinds else {})
-    shown.add_column("case", min_width=min(32, max((len(row.label) for row in table.rows), default=0)))
-    for name in table.layout.columns:
-        for kind in kinds:
-            above = heading(name) if kind == kinds[0] else ""
-            shown.add_column(f"{above}\n{heads[kind]}", justify="right", no_wrap=True)
-    shown.add_column("images", justify="right")
-    for head in bounds.values():
-        shown.add_column(head)
-    for kind, row in table.lines():
-        rows = cases[row.case]
-        if kind == "group":
-            _add_group(shown, row)
-        elif kind == "case":
-            marks = dict.fromkeys(mark for kind in kinds if kind in rows and (mark := table.mark(rows[kind])))
-            cells = [
-                _text(table.cell(rows[kind], name) if kind in rows else ("", "", False))
-                for name in table.layout.columns
-                for kind in kinds
-            ]
-            label = row.label + (f" ({','.join(marks)})" if marks else "")
-            by = [Text(table.behind(rows[kind]) if kind in rows else "") for kind in bounds]
-            shown.add_row(Text(label), *cells, table.images(rows.get("worst", row)), *by)
-
-
-def _add_group(shown: RichTable, row: Row) -> None:
-    shown.add_section()
-    shown.add_row(Text(row.group or "", "italic"))
-
-
-def _text(cell: Cell) -> Text:
-    mean, interval, bold = cell
-    return Text.assemble((mean, "bold" if bold else ""), f"\n± {interval}" if interval else "")

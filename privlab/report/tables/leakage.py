@@ -1,8 +1,8 @@
 """The rows of a leakage table: what a paper printed, its attack here, the best single attack, and the worst case."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
@@ -42,7 +42,7 @@ NO_SCORE = Score(float("nan"))
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a leakage table.
+    """One row of a leakage table, or of what was measured for an attack, which no case is named for yet.
 
     `images` is the number of images with a score. `failed` counts the images with a failed record, in any draw; for the
     worst case, under any attack. For the worst case, `leakiest` says by metric on how many images each attack reached
@@ -66,16 +66,6 @@ class Row:
     exact: int | None = None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured for an attack on a case: scores by metric, and numbers of images, as in `Row`."""
-
-    scores: Mapping[str, Score]
-    images: int = 0
-    failed: int = 0
-    exact: int | None = None
-
-
 def leakage(results: "Results") -> list[Row]:
     """Return the rows of all cases, in their order.
 
@@ -90,13 +80,13 @@ def leakage(results: "Results") -> list[Row]:
     leakiest: dict[int, dict[str, dict[str, int]]] = {}
     for case, metric, attack, geometry, count in counts.to_numpy().tolist():
         leakiest.setdefault(case, {}).setdefault(metric, {})[attack_label(attack, geometry)] = count
-    cells: dict[int, dict[tuple[str, str], Measured]] = {}
-    for (case, attack, external), cell in measure(scored.images, layout.columns, layout.interval):
-        cells.setdefault(case, {})[attack, external] = cell
+    measured: dict[int, dict[tuple[str, str], Row]] = {}
+    for (case, attack, external), row in measure(scored.images, layout.columns, layout.interval).items():
+        measured.setdefault(case, {})[attack, external] = row
     return [
         row
         for case in range(len(results.cases))
-        for row in _rows(results, case, cells.get(case, {}), leakiest.get(case, {}), scored.single.get(case))
+        for row in _rows(results, case, measured.get(case, {}), leakiest.get(case, {}), scored.single.get(case))
     ]
 
 
@@ -176,8 +166,8 @@ def _here(results: "Results", name: str, paper: str) -> tuple[str, bool]:
 
 def measure(
     images: pd.DataFrame, metrics: Sequence[str], level: float, *, differences: bool = False
-) -> Iterator[tuple[tuple[int, str, str], Measured]]:
-    """Yield (case, attack, external) and what was measured there.
+) -> dict[tuple[int, str, str], Row]:
+    """Return a row for each attack on each case, by (case, attack, external); it has neither a label nor a group.
 
     Args:
         images: a table like `Scored.images`, one row per case, attack and image; it need not have the column `exact`.
@@ -187,12 +177,9 @@ def measure(
             scores are cut to that range.
     """
     group, keys = groups(images, CELL)
-    known = (images.image != "").to_numpy(bool)
-    count, failed = (
-        np.bincount(group, images[name].to_numpy(bool) & known, minlength=len(keys)).astype(int).tolist()
-        for name in ("scored", "failed")
-    )
-    exact = images.loc[known].groupby(CELL).exact.sum(min_count=1).dropna().to_dict() if "exact" in images else {}
+    known = images.loc[images.image != ""]
+    counts = known.groupby(CELL)[["scored", "failed"]].sum().astype(int)
+    exact = known.groupby(CELL).exact.sum(min_count=1).dropna().to_dict() if "exact" in images else {}
     scores: dict[str, dict[int, Score]] = {}
     for name in metrics:
         of = Segments.of(images[name].to_numpy(), group, ascending=False)
@@ -201,51 +188,56 @@ def measure(
         columns = (of.group, of.means(), *ends, of.sizes)
         cells = zip(*(column.tolist() for column in columns), strict=True)
         scores[name] = {cell: Score(mean, low, high, n) for cell, mean, low, high, n in cells}
-    for i, key in enumerate(zip(keys.case.tolist(), keys.attack.tolist(), keys.external.tolist(), strict=True)):
-        of_cell = {name: scores[name].get(i, NO_SCORE) for name in metrics}
-        yield key, Measured(of_cell, count[i], failed[i], int(exact[key]) if key in exact else None)
+    rows: dict[tuple[int, str, str], Row] = {}
+    for i, key in enumerate(keys.itertuples(index=False, name=None)):
+        case, attack, external = key
+        scored, failed = counts.loc[key].tolist() if key in counts.index else (0, 0)
+        rows[key] = Row(
+            *(case, "", None, "control" if attack.startswith(CONTROL) else "attack", attack),
+            scores={name: scores[name].get(i, NO_SCORE) for name in metrics},
+            images=scored,
+            failed=failed,
+            external=external or None,
+            exact=int(exact[key]) if key in exact else None,
+        )
+    return rows
 
 
 def _rows(
     results: "Results",
     case: int,
-    cells: Mapping[tuple[str, str], Measured],
+    measured: Mapping[tuple[str, str], Row],
     leakiest: Mapping[str, Mapping[str, int]],
     single: tuple[str, str] | None,
 ) -> Iterator[Row]:
+    """Yield the rows of one case from what was measured on it, by (attack, external)."""
     facts, layout = results.cases[case], results.layout
-    nothing = Measured(dict.fromkeys(layout.columns, NO_SCORE))
-
-    def row(kind: Kind, attack: str | None, cell: Measured, external: str = "", **more: Any) -> Row:  # noqa: ANN401
-        numbers = {"images": cell.images, "failed": cell.failed, "exact": cell.exact}
-        of = (case, facts.label, facts.group, kind, attack, cell.scores)
-        return Row(*of, **numbers, external=external or None, **more)
-
+    nothing = Row(case, facts.label, facts.group, "attack", None, dict.fromkeys(layout.columns, NO_SCORE))
+    measured = {key: replace(row, label=facts.label, group=facts.group) for key, row in measured.items()}
     if facts.published:
         printed = dict.fromkeys(layout.columns, NO_SCORE)
         for name, value in facts.published.items():
             in_per_cent = KNOWN[name].direction == "utility" and value > 1
             printed[name] = Score(value / 100 if in_per_cent else value)
-        yield row("published", None, Measured(printed))
-    attacks = [key for key in cells if key[0] not in (WORST, SINGLE) and not key[0].startswith(CONTROL)]
+        yield replace(nothing, kind="published", scores=printed)
+    attacks = [key for key, row in measured.items() if row.kind == "attack" and key[0] not in (WORST, SINGLE)]
     attacks.sort(key=lambda key: (key[0] != layout.paper_attack, key))
     if (paper := layout.paper_attack) is not None:
         key = next((key for key in attacks if key[0] == paper), (paper, ""))
-        refused = {paper: facts.refused[paper]} if paper in facts.refused and key not in cells else {}
-        yield row("paper", paper, cells.get(key, nothing), key[1], refused=refused)
-    taken = (key[1] for key in attacks if key[1] and cells[key].images)  # figures of no image are in no worst case
-    elsewhere = "; ".join(dict.fromkeys(taken))
-    worst = cells.get((WORST, ""), nothing)
-    yield row("worst", WORST, worst, elsewhere, refused=facts.refused, leakiest=leakiest)
+        refused = {paper: facts.refused[paper]} if paper in facts.refused and key not in measured else {}
+        yield replace(measured.get(key, nothing), kind="paper", attack=paper, refused=refused)
+    taken = (key[1] for key in attacks if key[1] and measured[key].images)  # figures of no image are in no worst case
+    elsewhere = "; ".join(dict.fromkeys(taken)) or None
+    worst = replace(measured.get((WORST, ""), nothing), kind="worst", attack=WORST)
+    yield replace(worst, external=elsewhere, refused=facts.refused, leakiest=leakiest)
     if single is not None:
-        cell = cells[SINGLE, ""]
-        by = {name: {single[0]: score.images} for name, score in cell.scores.items() if score.images}
-        yield row("single", SINGLE, cell, single[1], leakiest=by)
-    for key in attacks:
-        yield row("attack", key[0], cells[key], key[1])
+        row = measured[SINGLE, ""]
+        by = {name: {single[0]: score.images} for name, score in row.scores.items() if score.images}
+        yield replace(row, kind="single", external=single[1] or None, leakiest=by)
+    yield from (measured[key] for key in attacks)
     for attack, reason in sorted(facts.refused.items()):
         if attack not in {name for name, _ in attacks}:
-            yield row("attack", attack, nothing, refused={attack: reason})
-    controls = [key for key in cells if key[0].startswith(CONTROL)]
+            yield replace(nothing, attack=attack, refused={attack: reason})
+    controls = [key for key, row in measured.items() if row.kind == "control"]
     for key in sorted(controls, key=lambda key: (CONTROLS.index(key[0]) if key[0] in CONTROLS else len(CONTROLS), key)):
-        yield row("control", key[0], cells[key], key[1])
+        yield measured[key]

@@ -24,6 +24,11 @@ class Apart:
     mean: float
     std: float
 
+    def __str__(self) -> str:
+        mean, std = (figure_text(value, KNOWN[self.metric].decimals) for value in (self.mean, self.std))
+        spread = f" ± {std}" if math.isfinite(self.std) else ""
+        return f"{self.attack} {mean}{spread} ({some(self.images, 'image')})"
+
 
 def apart(results: Results) -> list[Apart]:
     """Return mean and spread of the paper's attack and of the worst case, on members, on others, and on unknown images.
@@ -51,22 +56,15 @@ def apart(results: Results) -> list[Apart]:
 
 def apart_lines(rows: Sequence[Apart]) -> list[str]:
     """Return a line for each case; counts in it are of images."""
-    several = len({row.case for row in rows}) > 1
+    cases = dict.fromkeys(row.case for row in rows)
     lines = []
-    for case in dict.fromkeys(row.case for row in rows):
+    for case in cases:
         of_case = [row for row in rows if row.case == case]
         parts = [
-            f"{_WORDS[word]}: " + ", ".join(_row_text(row) for row in of_case if row.member == word)
+            f"{_WORDS[word]}: {', '.join(str(row) for row in of_case if row.member == word)}"
             for word in dict.fromkeys(row.member for row in of_case)
         ]
-        where = f"{case}: " if several else ""
         metric = of_case[0].metric.replace("_", " ").upper()
-        lines.append(f"members apart, as the manifest states them ({metric}, mean ± standard deviation): {where}")
-        lines[-1] += "; ".join(parts)
+        about = f"members apart, as the manifest states them ({metric}, mean ± standard deviation): "
+        lines.append(about + (f"{case}: " if len(cases) > 1 else "") + "; ".join(parts))
     return lines
-
-
-def _row_text(row: Apart) -> str:
-    decimals = KNOWN[row.metric].decimals
-    spread = f" ± {figure_text(row.std, decimals)}" if math.isfinite(row.std) else ""
-    return f"{row.attack} {figure_text(row.mean, decimals)}{spread} ({some(row.images, 'image')})"

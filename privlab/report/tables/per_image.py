@@ -73,9 +73,8 @@ class Scored:
         where not, NaN where that was not measured. Beside metrics of `STRUCTURE` stand those against the mirrored image
         (`MIRRORED`) where records have them.
         """
-        rows = self._rows
-        metrics = [*self.metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
-        return _average(rows.loc[rows.geometry == self.geometry], [*CELL, "image", "control"], metrics)
+        found = self._averaged
+        return found.loc[found.geometry == self.geometry].drop(columns="geometry").reset_index(drop=True)
 
     @cached_property
     def images(self) -> pd.DataFrame:
@@ -87,7 +86,7 @@ class Scored:
         found = self.measured
         if not found.empty:
             kinds = found.dtypes.to_dict()
-            chosen = self._by_geometry.merge(self._best[[*CELL, "geometry"]], on=[*CELL, "geometry"])
+            chosen = self._attacked.merge(self._best[[*CELL, "geometry"]], on=[*CELL, "geometry"])
             made = [(WORST, self._worst), (SINGLE, chosen)]
             rows = [of.assign(attack=name, external="", control=False) for name, of in made]
             found = pd.concat([found, *(of.reindex(columns=found.columns).astype(kinds) for of in rows)])
@@ -115,7 +114,7 @@ class Scored:
         Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images. Of two
         geometries that leak alike, it is the first by name, which is `in_place`.
         """
-        images, lead = self._by_geometry, lead_metric(self.metrics)
+        images, lead = self._attacked, lead_metric(self.metrics)
         cells = images.loc[images.scored].groupby([*CELL, "geometry"])[lead].agg(["mean", "count"]).reset_index()
         cells = cells.rename(columns={"mean": "value", "count": "images"}).sort_values([*CELL, "geometry"])
         if sign_of(lead):
@@ -151,8 +150,15 @@ class Scored:
         return worst.merge(wide, how="left", on=["case", "image"]).merge(exact, how="left", on=["case", "image"])
 
     @cached_property
-    def _by_geometry(self) -> pd.DataFrame:
-        return _average(self._pool, [*CELL, "geometry", "image"], [*self.metrics, "exact"])
+    def _averaged(self) -> pd.DataFrame:
+        """Return the scores of each image, averaged over its draws, in each geometry."""
+        rows = self._rows
+        metrics = [*self.metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
+        return _average(rows, [*CELL, "geometry", "image", "control"], metrics)
+
+    @property
+    def _attacked(self) -> pd.DataFrame:
+        return self._averaged.loc[~self._averaged.control & (self._averaged.image != "")]
 
     @cached_property
     def _pool(self) -> pd.DataFrame:

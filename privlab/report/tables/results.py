@@ -1,20 +1,22 @@
 """The contents of a directory of records, as tables, figures and pages read them."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 
 from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
-from privlab.grids import KNOWN, Figure, Layout, beside, papers_attack
+from privlab.grids import Figure, Layout, columns_of, papers_attack
 from privlab.report.tables.leakage import NO_SCORE, Kind, Row, Score, leakage
-from privlab.report.tables.per_image import Scored, lead_metric
+from privlab.report.tables.per_image import Scored, lead_metric, sign_of
 from privlab.stores import Place, RunDirectory, places_of
 
 
@@ -73,6 +75,12 @@ class Results:
         row = self.row(case, kind)
         return NO_SCORE if row is None else row.scores.get(metric, NO_SCORE)
 
+    def leakiest_control(self, case: int, metric: str) -> Row | None:
+        """Return the row of the control of a case that leaks most by a metric; None if none was scored."""
+        controls = [row for row in self.rows if row.case == case and row.kind == "control"]
+        scored = [row for row in controls if not math.isnan(row.scores[metric].mean)]
+        return max(scored, key=lambda row: sign_of(metric) * row.scores[metric].mean, default=None)
+
     @cached_property
     def _first_rows(self) -> Mapping[tuple[int, str], Row]:
         return {(row.case, row.kind): row for row in reversed(self.rows)}
@@ -126,7 +134,11 @@ def load_results(path: Path) -> Results:
     """
     run = RunDirectory(path)
     facts, records = run.read_run(), run.store.frame()
-    return _of_experiment(path, facts, records) if "experiment" in facts else _of_run(path, facts, records)
+    if "experiment" in facts:
+        return _of_experiment(path, facts, records)
+    if "specification" not in facts:
+        raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
+    return results_of(records, columns_of(facts["specification"]["metrics"]), facts=facts, path=path)
 
 
 def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
@@ -179,38 +191,29 @@ def case_names(results: Results) -> list[str]:
     ]
 
 
-def by_case(records: pd.DataFrame) -> tuple[pd.DataFrame, tuple[CaseFacts, ...]]:
-    """Return the records of one `privlab attack` with their case: one for each victim, setting and defense."""
+def results_of(
+    records: pd.DataFrame,
+    metrics: Sequence[str],
+    geometry: str = "in_place",
+    *,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+    path: Path = Path(),
+) -> Results:
+    """Return the results of records of one `privlab attack`, with a case for each victim, setting and defense.
+
+    Args:
+        records: its records.
+        metrics: the columns of the table.
+        geometry: the layout of the patches that is scored.
+        facts: what `run.json` states.
+        path: the directory of the run.
+    """
     keys = ["victim", "setting", "defense"]
     found = records.loc[:, keys].drop_duplicates().itertuples(index=False)
-    cases = (CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found)
-    return records.assign(case=records.groupby(keys, sort=False).ngroup()), tuple(cases)
-
-
-def _title(records: pd.DataFrame) -> str:
-    """Return what was attacked: the victims, and the defenses at work."""
+    cases = [CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found]
+    layout = Layout(columns=tuple(metrics), geometry=geometry, paper_attack=papers_attack(records.attack.unique()))
+    cased = records.assign(case=records.groupby(keys, sort=False).ngroup())
     victims, used = (", ".join(map(str, records[name].dropna().unique())) for name in ("victim", "defense"))
     defenses = ", ".join(name for name in used.split(", ") if name not in ("", "none"))
-    return f"{victims} with {defenses}" if defenses else f"{victims}, undefended"
-
-
-def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
-    """Return the records of one `privlab attack`."""
-    spec = facts.get("specification")
-    if spec is None:
-        raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
-    cased, cases = by_case(records)
-    own = [name for name in spec["metrics"] if name in KNOWN]
-    columns = tuple(name for name in own if name not in beside(own))
-    return Results(
-        name=path.name,
-        title=_title(records),
-        source=None,
-        cases=cases,
-        layout=Layout(columns=columns or tuple(spec["metrics"]), paper_attack=papers_attack(records.attack.unique())),
-        figures=(),
-        conditions={},
-        records=cased,
-        facts=facts,
-        path=path,
-    )
+    title = f"{victims} with {defenses}" if defenses else f"{victims}, undefended"
+    return Results(path.name, title, None, tuple(cases), layout, (), {}, cased, facts, path)
