@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks import BreachingInvertingGradients, GradientMatching, InversionConv, MjpFull, MjpSubspace
-from privlab.attacks.decoders import train_decoder
 from privlab.attacks.decoders.networks import Decoder
 from privlab.base import draw_for, full_precision
 from privlab.benchmarks.common import peak_gpu_memory, time_stage
@@ -90,7 +89,7 @@ def _measure_decoder(
     decoders: list[Decoder] = []
 
     def train(count: int) -> None:
-        decoders.append(train_decoder(seen, InversionConv(steps=count, batch_size=len(images))))
+        decoders.append(InversionConv(steps=count, batch_size=len(images)).trained(seen))
 
     def invert() -> object:
         with torch.no_grad(), full_precision():

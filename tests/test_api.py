@@ -256,6 +256,13 @@ def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: P
         privlab.grid("cifar_vit", photos, defense=[], progress=False)
     with pytest.raises(PrivlabError, match="object"):
         privlab.grid(["cifar_vit", privlab.victim("cifar_vit")], photos, progress=False)  # pyright: ignore[reportArgumentType]
+    assert len({file.read_bytes() for file in first.path.glob("strips/*.png")}) == 2 * 3  # of each case and image
+    labels = [case.label for case in first.results.cases]
+    fed = [first.images("fed", case) for case in (*labels, *range(2))]
+    assert [torch.equal(fed[0], other) for other in fed] == [True, False, True, False]
+    with pytest.raises(PrivlabError, match=r"no case 2.*gamma"):
+        first.images("fed", 2)
+    assert [axes.get_title(loc="left") for axes in first.plot("strips").axes] == labels
 
 
 def test_mjp_of_a_model_of_ones_own(photos: Tensor) -> None:

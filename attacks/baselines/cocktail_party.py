@@ -40,11 +40,9 @@ class CocktailParty(HeadInversion):
 
     Labels are not needed. B may be as large as the rank of the gradient, at most C − 1 classes and D: beyond what
     `privlab.release.told_images` gives exactly (2 B ≤ C − 2). Where the head alone trains, so may the steps of SGD be
-    as many as they are, since its features stay the same. But D samples do not separate sources of a few hundred, and
-    features that are nearly normal, or depend on each other, not at all.
+    as many as they are, since its features stay the same. D samples do not separate sources of a few hundred.
 
-    Exact if: the features are independent of each other over their D samples: the features are then exact. The search
-    for images has no guarantee.
+    Exact if: the features are independent of each other over their D samples. The search for images has no guarantee.
 
     Fails if: the features depend on each other: on those of trained ViTs it is far from exact at every batch size that
     was tried, and dividing a label's row of ∂ℓ/∂W by its entry of ∂ℓ/∂b is nearer. It needs B < C classes and B ≤ D.

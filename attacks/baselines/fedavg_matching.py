@@ -11,8 +11,8 @@ from torch import Tensor
 from privlab.attacks.baselines.rounds import Round, labels_of_round
 from privlab.attacks.gradients.gradient_matching import mismatch, search_identity
 from privlab.attacks.rows import least_cost
-from privlab.attacks.solvers import OPTIMISERS, descend, total_variation, twice_derivable
-from privlab.base import AtLeast0, NotNegative, Positive, PrivlabError, check_options, draw_for, gradients_enabled
+from privlab.attacks.solvers import OPTIMISERS, descend, total_variation, twice_derivable, values_and_slopes
+from privlab.base import AtLeast0, Checked, NotNegative, Positive, PrivlabError, draw_for
 from privlab.release import each_release, undecayed
 from privlab.threat import Capability, Observation
 from privlab.victims import hash_of
@@ -22,7 +22,7 @@ _OTHER_LABEL = 1e6
 
 
 @dataclass(frozen=True)
-class FedavgMatching:
+class FedavgMatching(Checked):
     """Run the client's whole round on candidate images, and minimise the distance of its update to the released one.
 
     Idea: The client's settings are public, so the adversary can repeat the client's training on candidate images. The
@@ -84,8 +84,6 @@ class FedavgMatching:
     invariance: NotNegative = 1.0
     start: Annotated[str, ("noise", "grey")] = "noise"
     seed: int = 0
-
-    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients trained on.
@@ -152,7 +150,7 @@ class Simulation:
             norm = torch.stack([moved[name].norm() for name in names]).norm()
             targets.append({name: moved[name][None] / norm for name in names})
             labels.append(torch.tensor(labels_of_round(model, update, client), device=model.mean.device))
-        return cls(Round.of(twice_derivable(model), client, names), targets, labels, tv, invariance)
+        return cls(Round(twice_derivable(model), client, names), targets, labels, tv, invariance)
 
     def images(self, point: Float[Tensor, " q"]) -> Float[Tensor, "e m c h w"]:
         """Return the images of a point."""
@@ -162,21 +160,18 @@ class Simulation:
         self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
         """Return the objective and its slope at the points of clients with these numbers, one after the other."""
-        values, slopes = [], []
-        for point, i in zip(points, numbers.tolist(), strict=True):
-            with gradients_enabled():
-                x = point.detach().requires_grad_()
-                images, labels = self.images(x), self.labels[i]
-                made = {name: each[None] for name, each in self.round(images, labels).items()}
-                value = mismatch(made, self.targets[i])[0]
-                if self.tv:
-                    value = value + self.tv * total_variation(images.flatten(0, 1)).mean()
-                if self.invariance and len(images) > 1:
-                    value = value + self.invariance * agree(images)
-                (slope,) = torch.autograd.grad(value, x)
-            values.append(value.detach())
-            slopes.append(slope)
-        return torch.stack(values), torch.stack(slopes)
+        return values_and_slopes(self._value, points, numbers)
+
+    def _value(self, points: Float[Tensor, "1 q"], numbers: Int[Tensor, " 1"]) -> Float[Tensor, " 1"]:
+        i = int(numbers)
+        images = self.images(points[0])
+        made = {name: each[None] for name, each in self.round(images, self.labels[i]).items()}
+        value = mismatch(made, self.targets[i])
+        if self.tv:
+            value = value + self.tv * total_variation(images.flatten(0, 1)).mean()
+        if self.invariance and len(images) > 1:
+            value = value + self.invariance * agree(images)
+        return value
 
 
 def agree(images: Float[Tensor, "e m c h w"]) -> Float[Tensor, ""]:

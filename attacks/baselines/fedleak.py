@@ -21,8 +21,7 @@ class FedLeak(GradientMatching):
     """Minimise 1 − cos(∇ℓ(x), G) over the largest entries of each layer of G, plus a multiple of its own slope's norm.
 
     Idea: The update of a round is taken for a gradient. The attack looks for images whose gradient has the direction of
-    the update in its largest entries alone. It prefers points around which the distance hardly changes, because
-    searches get on there.
+    the update in its largest entries alone. It prefers points around which the distance hardly changes.
 
     Steps: mean gradient of the round → match the largest entries → penalise the slope
 
@@ -85,13 +84,9 @@ class FedLeak(GradientMatching):
 
 
 def largest(G: Float[Tensor, "r ..."], share: float) -> Bool[Tensor, "r ..."]:
-    """Return the entries of each release that are among the given share of largest magnitude, at least one of them.
+    """Return the entries of each release that are among the share of largest magnitude, in (0, 1], at least one.
 
     Entries that are zero are never among them.
-
-    Args:
-        G: a parameter's gradients.
-        share: in (0, 1].
     """
     flat = G.flatten(1).abs()
     count = max(1, round(share * flat.shape[1]))

@@ -84,24 +84,18 @@ class Round:
         model: the server's model with θ_0, whose attention is not fused, and none of whose parameters is trained.
         client: the public settings, of SGD without dropout.
         names: the parameters that are returned.
+
+    Raises:
+        PrivlabError: if the client does not train by SGD, or draws dropout in private.
     """
 
     model: VictimModel
     client: Client
     names: Sequence[str]
 
-    @classmethod
-    def of(cls, model: VictimModel, client: Client, names: Sequence[str]) -> "Round":
-        """Return the round of a client.
-
-        Args:
-            model: the server's model with θ_0, whose attention is not fused.
-            client: its public settings.
-            names: the parameters that are compared.
-
-        Raises:
-            PrivlabError: if the client does not train by SGD, or draws dropout in private.
-        """
+    def __post_init__(self) -> None:
+        """Refuse a client whose round cannot be run again."""
+        client = self.client
         why = "" if client.optimiser == "sgd" else f"client.optimiser={client.optimiser}"
         why = f"client.dropout={client.dropout:g}" if client.dropout else why
         why = f"client.drop_path={client.drop_path:g}" if client.drop_path else why
@@ -110,7 +104,6 @@ class Round:
                 f"A round can be run again for SGD without dropout. Found {why}. That this does not apply is no "
                 "evidence of privacy."
             )
-        return cls(model, client, names)
 
     @property
     def passes(self) -> int:
@@ -128,12 +121,7 @@ class Round:
     def __call__(
         self, images: Float[Tensor, "e m c h w"], labels: Int[Tensor, " m"]
     ) -> dict[str, Float[Tensor, "..."]]:
-        """Return −(θ_T − c θ_0), which the images move through every step.
-
-        Args:
-            images: those of each pass, in [0, 1] or near it.
-            labels: their class indices, the same in each pass.
-        """
+        """Return −(θ_T − c θ_0), which images of each pass, with the same labels in each, move through every step."""
         client, prefix = self.client, "vit."
         trained = [name for name in trained_parameters(self.model, client) if name != "unk_embed"]
         start = {name: self.model.vit.get_parameter(name) for name in trained}

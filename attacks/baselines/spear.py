@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.tokens import FC1, FC2, PROJ, QKV, UNIT_ROUNDOFF, Mlp, Separated
-from privlab.base import AtLeast1, Fraction, PrivlabError, check_options, draw_for, warn
+from privlab.base import AtLeast1, Checked, Fraction, PrivlabError, draw_for, warn
 from privlab.threat import Observation
 from privlab.victims import PreNormBlock, first_block
 
@@ -40,8 +40,7 @@ class Spear(TokenSeparation):
        is positive exactly where δ is not zero (`_disaggregate`).
     3. From tokens to images as in `token-separation`.
 
-    The chance that n − 1 rows are off is 2^(1−n) where ReLU is off for half of them: the cost is exponential in the
-    number of tokens. Another activation, such as the GELU of timm's ViTs, leaves no exact zeros, and is refused.
+    The chance that n − 1 rows are off is 2^(1−n) where ReLU is off for half of them.
 
     Exact if: `token-separation` would be, the MLP has ReLU, and every token's direction was drawn.
 
@@ -82,7 +81,7 @@ class Spear(TokenSeparation):
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if a number is out of range."""
-        check_options(self)
+        Checked.__post_init__(self)  # `sure` is no residual here, and may be more than the tolerance
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the conditions of `token-separation` that do not hold, and an activation without exact zeros."""
@@ -112,20 +111,19 @@ class Spear(TokenSeparation):
                 f"{self.name} needs an MLP with ReLU, whose gradient has exact zeros. Found {act}. That it does not "
                 "apply is no evidence of privacy: see token-separation."
             )
-        return [self._of_release(block, seen, i, count) for i in releases]
-
-    def _of_release(self, block: PreNormBlock, seen: Observation, i: int, count: int) -> Separated:
-        G, b = (seen.gradients[name][i].double() for name in (FC1, _BIAS))
-        found = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
-        if count < G.shape[1]:
-            found = self._disaggregate(Mlp.of(block), G, b, count, draw_for(self.seed, self.name, "rows"))
-        if len(found.u) < count:
-            warn(
-                f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} rounds "
-                f"of {self.starts} sets of rows). A low score here is no evidence of privacy.",
-                5,
-            )
-        return found
+        every = []
+        for G, b in zip(seen.gradients[FC1][releases].double(), seen.gradients[_BIAS][releases].double(), strict=True):
+            found = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
+            if count < G.shape[1]:
+                found = self._disaggregate(Mlp.of(block), G, b, count, draw_for(self.seed, self.name, "rows"))
+            if len(found.u) < count:
+                warn(
+                    f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} "
+                    f"rounds of {self.starts} sets of rows). A low score here is no evidence of privacy.",
+                    3,
+                )
+            every.append(found)
+        return every
 
     @torch.no_grad()
     def _disaggregate(

@@ -15,8 +15,7 @@ class _Search(Breaching):
 
     Exact if: no condition is known: it is a search without a guarantee.
 
-    Fails if: a defense is in its way: it matches all released gradients with breaching's own budget, and knows no
-    defense.
+    Fails if: a defense is in its way: it knows none, and matches all released gradients with breaching's own budget.
     """
 
 
@@ -93,8 +92,7 @@ class BreachingModern(_Search):
 
     Idea: The attack starts from an image that says nothing, and computes the gradient that a client with that image
     would release. An optimiser changes the image until that gradient is near the released one by cosine, with priors on
-    total variation and on the features of the last layer. It starts from a repeated pattern, and takes 24,000 steps of
-    Adam.
+    total variation and on the features of the last layer. It starts from a repeated pattern for 24,000 steps of Adam.
 
     Steps: guess an image → match its gradient: cosine → best guess of the search
     """
@@ -197,8 +195,7 @@ class BreachingAprilAnalytic(Breaching):
     """breaching's `april_analytic`: Lu et al. (CVPR 2022); runs on ViTs.
 
     Idea: In a first block without pre-norm and skip, attention reads the tokens themselves. The gradients of its three
-    matrices and of the position embeddings give every token by a linear system. This is the closed form of `april` in
-    the code of another group.
+    matrices and of the position embeddings give every token by a linear system. This is `april` by another group.
 
     Steps: solve Eq. 8 for the tokens z → subtract E_pos and b → invert the projection W
 

@@ -123,10 +123,18 @@ class Breaching:
         attacker: Any = prepare_attack(
             classifier, nn.CrossEntropyLoss(), config, {"device": model.mean.device, "dtype": torch.float}
         )
+        metadata = {
+            "modality": "vision",
+            "task": "classification",
+            "shape": list(model.image_shape),
+            "classes": model.vit.num_classes,
+            "mean": model.mean.flatten().tolist(),
+            "std": model.std.flatten().tolist(),
+        }
         payload = {
             "parameters": [p.detach() for p in classifier.parameters()],
             "buffers": list(classifier.buffers()),
-            "metadata": OmegaConf.create(_metadata(model)),
+            "metadata": OmegaConf.create(metadata),
         }
         shared = {
             "gradients": released,
@@ -252,14 +260,3 @@ def _fix_constants(vit: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module
             delattr(owner, leaf)
             owner.register_buffer(leaf, parameter.detach())
     return vit
-
-
-def _metadata(model: VictimModel) -> dict[str, Any]:
-    return {
-        "modality": "vision",
-        "task": "classification",
-        "shape": list(model.image_shape),
-        "classes": model.vit.num_classes,
-        "mean": model.mean.flatten().tolist(),
-        "std": model.std.flatten().tolist(),
-    }

@@ -1,9 +1,8 @@
 from .networks import DECODERS as DECODERS
 from .networks import Decoder as Decoder
 from .networks import Shape as Shape
-from .training import DecoderTrained as DecoderTrained
+from .training import PairTrained as PairTrained
+from .training import PairTraining as PairTraining
 from .training import Trained as Trained
-from .training import decoder_for as decoder_for
-from .training import decoder_key as decoder_key
 from .training import make_release as make_release
-from .training import train_decoder as train_decoder
+from .training import mirrored_and_rolled as mirrored_and_rolled

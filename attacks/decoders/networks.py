@@ -204,8 +204,7 @@ class TokenDecoder(Decoder):
     """`token`: each row is decoded to a patch by itself, and its slot is predicted; an assignment keeps slots unique.
 
     A linear map predicts the slot of a whitened row. It is trained on the adversary's own releases: it is the linear
-    discriminant of the slots, so the position embeddings need not be known. The slot is an input of the map
-    to pixels.
+    discriminant of the slots, so the position embeddings need not be known.
     """
 
     def __init__(self, shape: Shape, width: int, depth: int) -> None:

@@ -1,47 +1,67 @@
-"""Learned model inversion: a decoder is trained on what the adversary's own images become under the defense.
+"""Learned model inversion: a network is trained on what the adversary's own images become under the defense.
 
 The adversary knows the defense's algorithm and runs the client's embedding on images of its own (queries). Keys and
-draws of its releases are its own, and new in every batch: whatever the decoder learns holds for keys that it never saw.
+draws of its releases are its own, and new in every batch: whatever the network learns holds for keys that it never saw.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from privlab.attacks.decoders.networks import DECODERS, Decoder, OwnRelease, Shape
-from privlab.attacks.decoders.store import identity_of, kept_decoder, seeded, warn_of_few
-from privlab.base import draw_for, full_precision
+from privlab.attacks.decoders.networks import OwnRelease
+from privlab.base import Checked, PrivlabError, full_precision, warn
 from privlab.patches import permute
 from privlab.release import AnyDefense, send
-from privlab.threat import Draws, FeatureObservation, Observation, Stack
-from privlab.training import Plan, train
-from privlab.victims import VictimModel, hash_of
+from privlab.threat import Draws, Stack
+from privlab.training import Plan, Recipe, keep, kept, train
+from privlab.victims import VictimModel, cache_folder, hash_of
 
-FORMAT = "privlab-decoder/1"
+LEAST_IMAGES = 200  # number of public images below which a decoder is poor
 
 Network = TypeVar("Network", bound=nn.Module)
+Seen: TypeAlias = Any  # an observation, of gradients or of features, of which the released tensors do not count
 Pairs: TypeAlias = tuple[Float[Tensor, "r ..."], Float[Tensor, "r c h w"]]
 
 
-class Trained:
-    """The options of an attack whose network is trained on the adversary's own images.
+class Trained(Checked, Generic[Network]):
+    """An attack whose network is trained once for each victim, defense and set of public images, and cached.
+
+    A subclass has the methods `made` and `recipe`, and says in `form` what its networks are.
 
     Args:
         steps: number of training steps.
         batch_size: number of public images in a step.
         learning_rate: the largest learning rate, reached after a warm-up and followed by a cosine decay to zero.
+        augment: whether public images are mirrored and rolled at random.
         seed: seed of the network's first weights, of its training and of the adversary's own draws.
     """
+
+    kind: ClassVar[str]
+    """What the name of a network's file begins with."""
 
     steps: int
     batch_size: int
     learning_rate: float
+    augment: bool
     seed: int
+
+    def form(self, seen: Seen) -> tuple[str, ...]:
+        """Return name and version of this kind of network, and what else shapes it beside what `key` reads."""
+        raise NotImplementedError
+
+    def made(self, seen: Seen) -> Network:
+        """Return an untrained network."""
+        raise NotImplementedError
+
+    def recipe(self, seen: Seen, network: Network) -> Recipe:
+        """Return how an untrained network is trained; it may be fitted to its examples first."""
+        raise NotImplementedError
 
     @property
     def plan(self) -> Plan:
@@ -49,20 +69,54 @@ class Trained:
         rate, warmup = self.learning_rate, min(50, self.steps // 10)
         return Plan(self.steps, self.batch_size, learning_rate=rate, weight_decay=0.01, warmup=warmup, seed=self.seed)
 
+    def key(self, seen: Seen) -> str:
+        """Return the SHA-256, in hexadecimal, of all that shapes the network."""
+        model, (name, *more) = seen.model, self.form(seen)
+        victim = hash_of(model.state_dict() | {"mean": model.mean, "std": model.std})
+        defense = repr(Stack(tuple(seen.defense)))
+        parts = (name, victim, defense, repr(self), *more, hash_of({"public": _public(seen)}))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-class DecoderTrained(Trained):
-    """The options of an attack that trains one of `DECODERS`.
+    def network(self, seen: Seen) -> Network:
+        """Return the network of this victim, defense, public images and options: from the cache, or trained and cached.
 
-    Args:
-        width: width of the decoder's tokens, or number of its channels; a multiple of 32.
-        depth: number of its blocks.
-        augment: whether public images are mirrored and rolled at random.
-    """
+        Warns:
+            PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
+        """
+        if (count := len(_public(seen))) < LEAST_IMAGES:
+            warn(f"A decoder trained on {count} public images is poor: its low score is no evidence of privacy.", 2)
+        key = self.key(seen)
+        path = cache_folder("decoders") / f"{self.kind}-{key[:32]}.safetensors"
+        if (state := kept(path, key)) is not None:
+            network = self._seeded(seen)
+            network.load_state_dict(state)
+            return network.eval()
+        if path.exists():
+            warn(f"The decoder in {path} is damaged or foreign. It will be trained again.", 2)
+        network = self.trained(seen)
+        try:
+            keep(path, key, network.state_dict())
+        except PrivlabError as error:
+            warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.", 2)
+        return network
 
-    kind: ClassVar[str]
-    width: int
-    depth: int
-    augment: bool
+    def trained(self, seen: Seen) -> Network:
+        """Train a new network on the victim's device."""
+        network = self._seeded(seen)
+        with full_precision():
+            train(self.recipe(seen, network), self.plan)
+        return network
+
+    def _seeded(self, seen: Seen) -> Network:
+        """Return an untrained network under the seed of torch's generator, whose state is restored."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            return self.made(seen).to(seen.model.mean.device)
+
+
+def _public(seen: Seen) -> Float[Tensor, "m c h w"]:
+    assert seen.public is not None  # the capability auxiliary_images says so
+    return seen.public
 
 
 def make_release(
@@ -99,89 +153,10 @@ def mirrored_and_rolled(images: Float[Tensor, "b c h w"], draw: Generator) -> Fl
     return torch.where(mirrored, images.flip(3), images).roll(shifts, (2, 3))
 
 
-class Inversion:
-    """The training recipe of a decoder: from releases of public images back to these images."""
-
-    def __init__(self, seen: FeatureObservation, attack: DecoderTrained) -> None:
-        self.seen, self.attack = seen, attack
-        make, shape = DECODERS[attack.kind], Shape.of(seen.model)
-        self.model = seeded(attack.plan.seed, lambda: make(shape, attack.width, attack.depth))
-        self.model.to(seen.model.mean.device).whiten.fit(self._rows())
-
-    def __len__(self) -> int:
-        return len(self.seen.public)
-
-    def batch(self, rows: Tensor, draw: Generator) -> OwnRelease:
-        """Return a new release of some public images."""
-        seen, public = self.seen, self.seen.public
-        images = public[rows.to(public.device)].to(seen.model.mean)
-        if self.attack.augment:
-            images = mirrored_and_rolled(images, draw)
-        return make_release(seen.model, seen.defense, images, draw, seen.cut_layer)
-
-    def loss(self, model: nn.Module, batch: OwnRelease, draw: Generator) -> Tensor:
-        """Return the objective of the decoder on one release (`Decoder.objective`).
-
-        Args:
-            model: the decoder; it makes the forward pass.
-            batch: as `batch` returns it.
-            draw: not used, because the objective is not random.
-        """
-        return self.model.objective(model, batch)
-
-    def _rows(self) -> Float[Tensor, "m d"]:
-        """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
-        draw = draw_for(self.attack.plan.seed, "", "whitening")
-        batches = torch.randperm(len(self), generator=draw)[:256].split(32)
-        return torch.cat([self.batch(rows, draw)[0].flatten(0, 1) for rows in batches])
-
-
-def train_decoder(seen: FeatureObservation, attack: DecoderTrained) -> Decoder:
-    """Train a decoder on releases of public images, on the victim's device.
-
-    Args:
-        seen: a release, of which the model, the defense, the public images and the cut layer count.
-        attack: says the kind and size of the decoder, and how it is trained.
-
-    Raises:
-        PrivlabError: whatever `privlab.training.train` raises.
-    """
-    recipe = Inversion(seen, attack)
-    _train(recipe, attack.plan)
-    return recipe.model
-
-
-def decoder_for(seen: FeatureObservation, attack: DecoderTrained) -> Decoder:
-    """Return the decoder of this victim, defense, public images and options: from the cache, or trained and cached.
-
-    Args:
-        seen: a release, of which the features do not count; the decoder is poor with fewer than 200 public images.
-        attack: says the kind and size of the decoder, and how it is trained.
-
-    Warns:
-        PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
-    """
-    warn_of_few(seen.public)
-    make, shape = DECODERS[attack.kind], Shape.of(seen.model)
-    return kept_decoder(
-        attack.kind,
-        decoder_key(seen, attack),
-        lambda: make(shape, attack.width, attack.depth),
-        lambda: train_decoder(seen, attack),
-    ).to(seen.model.mean.device)
-
-
-def decoder_key(seen: FeatureObservation, attack: DecoderTrained) -> str:
-    """Return the SHA-256, in hexadecimal, of all that shapes a decoder; `decoder_for` stores it under that name."""
-    cut = (f"cut layer {seen.cut_layer}",) if seen.cut_layer else ()  # 0 has the keys of before there was a choice
-    return identity_of(seen.model, seen.defense, FORMAT, repr(attack), hash_of({"public": seen.public}), *cut)
-
-
-class PairTrained(Trained):
+class PairTrained(Trained[Network]):
     """An attack whose network is trained on pairs: what own releases of public images tell, and these images."""
 
     releases: int
-    augment: bool
 
     def own_pairs(
         self, public: Float[Tensor, "m c h w"], at_a_time: int, draw: Generator, release: Callable[[Tensor], Pairs]
@@ -202,43 +177,9 @@ class PairTrained(Trained):
         inputs, images = (torch.cat(parts) for parts in zip(*found, strict=True))
         return inputs, images
 
-    def network(
-        self,
-        seen: Observation | FeatureObservation,
-        kind: str,
-        parts: Sequence[str],
-        make: Callable[[], Network],
-        pairs: Callable[[Network], Pairs],
-    ) -> Network:
-        """Return the network of this victim, defense, public images and options: from the cache, or trained and cached.
-
-        Args:
-            seen: a release, of which the model, the defense and the public images count.
-            kind: the kind of network, with which the name of the file begins.
-            parts: name and version of this kind of network, and what else shapes it.
-            make: returns an untrained one.
-            pairs: returns all that it is trained on; it may fit the untrained network to that.
-
-        Warns:
-            PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
-        """
-        assert seen.public is not None  # the capability auxiliary_images says so
-        warn_of_few(seen.public)
-        key = identity_of(seen.model, seen.defense, *parts, hash_of({"public": seen.public}))
-
-        def made() -> Network:
-            return seeded(self.seed, make)
-
-        def trained() -> Network:
-            network = made().to(seen.model.mean.device)
-            _train(_PairTraining(network, *pairs(network)), self.plan)
-            return network
-
-        return kept_decoder(kind, key, made, trained).to(seen.model.mean.device).eval()
-
 
 @dataclass(eq=False)
-class _PairTraining:
+class PairTraining:
     """The training recipe from inputs to images, in the same order, by the mean squared error of the images."""
 
     model: nn.Module
@@ -263,8 +204,3 @@ class _PairTraining:
         """
         inputs, images = batch
         return F.mse_loss(model(inputs), images)
-
-
-def _train(recipe: Inversion | _PairTraining, plan: Plan) -> None:
-    with full_precision():
-        train(recipe, plan)

@@ -4,18 +4,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from privlab.attacks.rows import WHITE_BOX, by_borders, warn_of_moves
-from privlab.base import AtLeast0, check_options
+from privlab.base import AtLeast0, Checked
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 
 @dataclass(frozen=True)
-class BorderJigsaw:
+class BorderJigsaw(Checked):
     """Invert each row linearly, and re-assemble the patches by `privlab.reassembly.solver`, without anchors.
 
     Idea: Without position embeddings a row says nothing of its slot. It still says what its patch looks like, because
-    the projection can be inverted. The patches are then put together as a jigsaw puzzle, by how well their borders
-    continue each other.
+    the projection can be inverted. The patches are then put together as a jigsaw puzzle, by their borders.
 
     Steps: invert each row → compare borders → grow the image
 
@@ -26,8 +25,7 @@ class BorderJigsaw:
 
     Exact if: every row is placed, up to what the projection W loses (nothing for a square W of full rank).
 
-    Fails if: patches are similar: these are put in the wrong place, above all where every image has an order of its
-    own.
+    Fails if: patches are similar: these are put in the wrong place, above all where each image has its own order.
 
     Cost: 0.03 to 0.30 s an image for the re-assembly (patches of 16 pixels, 160 and 224 pixels).
 
@@ -53,8 +51,6 @@ class BorderJigsaw:
 
     rounds: AtLeast0 = ROUNDS
     predictor: str = ""
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Invert the rows and put them together.

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from privlab.attacks.features.depth_optimisation import DepthOptimisation
 from privlab.attacks.features.feature_inversion import LeastSquares
 from privlab.attacks.rows import WHITE_BOX, warn_of_moves
-from privlab.base import AtLeast1, check_options
+from privlab.base import AtLeast1, Checked
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 MOST_IMAGES = 4  # the most public photographs on which the adversary measures what its images of rows are like
@@ -37,7 +37,7 @@ _Rectangle = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class CutMixCompletion:
+class CutMixCompletion(Checked):
     """Find the origins s_i(p) of all pixels, take parts that other images show from there, and fill the rest smoothly.
 
     Idea: The rectangle that covers a part of each image comes from another one in the same batch, so the two look the
@@ -86,8 +86,6 @@ class CutMixCompletion:
 
     starts: AtLeast1 = 15
 
-    __post_init__ = check_options
-
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images before they were mixed."""
         warn_of_moves(self.name, seen)
@@ -120,12 +118,7 @@ def complete(shown: Float[Tensor, "b c h w"], origin: Int[Tensor, "b h w"]) -> F
 
 
 def fill(image: Float[Tensor, "c h w"], known: Bool[Tensor, "h w"]) -> Float[Tensor, "c h w"]:
-    """Return the image whose unknown pixels are the mean of their neighbours, up, down, left and right.
-
-    Args:
-        image: the image.
-        known: the pixels that stay; if there is none, the image stays as it is.
-    """
+    """Return the image whose unknown pixels are the mean of those next to them; it stays if none is known."""
     if known.all() or not known.any():
         return image
     _, h, w = image.shape

@@ -37,7 +37,7 @@ class Deconvolution:
     Algorithm: y is the image that `least-squares` reads from the rows, and σ² the mean square of B x − y for public
     photographs, to which noise and clipping add. Φ are cosines in the principal colours of public photographs, μ is
     their mean colour, and S their power, a power law of the frequency for each colour. What B removes altogether comes
-    back as the prior's mean, and what it weakens as far as σ allows. Rows are taken in the order sent.
+    back as the prior's mean, and what it weakens as far as σ allows.
 
     Exact if: the filter keeps every frequency and W has full column rank, but for rounding.
 

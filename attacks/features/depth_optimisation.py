@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privlab.attacks.rows import WHITE_BOX, undone, warn_of_moves
 from privlab.attacks.solvers import patch_statistics, total_variation
-from privlab.base import AtLeast0, NotNegative, check_options, gradients_enabled
+from privlab.base import AtLeast0, Checked, NotNegative, gradients_enabled
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 from privlab.victims import VictimModel
@@ -21,7 +21,7 @@ RIDGE = 1e-2  # is added to every variance of a row's entries, relative to their
 
 
 @dataclass(frozen=True)
-class DepthOptimisation:
+class DepthOptimisation(Checked):
     """Minimise ‖F_ℓ(x) − z‖² / (N D s²) + prior ‖v‖² / (N K) + tv TV(x) over whitened patches v, by Adam.
 
     Idea: The client runs the first blocks of the model too, and the attack knows their weights. It starts from the
@@ -34,7 +34,7 @@ class DepthOptimisation:
     images. The N patches of x are μ + S^½ v, with the mean μ and the covariance S of public patches: steps are long
     where photographs vary, and ‖v‖² is the patches' Gaussian prior. TV(x) is the mean absolute difference of
     neighbouring pixels. The search starts where the affine map leads that takes the rows of public images to their
-    patches with the least squared error. The learning rate decays by a cosine. Rows are taken in the order sent.
+    patches with the least squared error. The learning rate decays by a cosine.
 
     Exact if: no condition is known: it is a search without a guarantee.
 
@@ -67,8 +67,6 @@ class DepthOptimisation:
     learning_rate: NotNegative = 0.05
     prior: NotNegative = 0.1
     tv: NotNegative = 1.0
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client fed."""

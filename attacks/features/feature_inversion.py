@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers import invert_rows
 from privlab.attacks.solvers.embedding_inverse import PRIORS
-from privlab.base import AtLeast0, NotNegative, check_options
+from privlab.base import AtLeast0, Checked, NotNegative
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
@@ -19,7 +19,7 @@ EMBEDDING = "the embedding of ViT (Dosovitskiy et al. 2021), Equation 1"
 
 
 @dataclass(frozen=True)
-class LeastSquares:
+class LeastSquares(Checked):
     """Solve z = W x + β + e for each patch x; the rows are taken in the order in which they were sent.
 
     Idea: A row of features is a linear function of its patch. The attack inverts that function, with the rows in the
@@ -52,8 +52,6 @@ class LeastSquares:
 
     prior: Annotated[str, PRIORS] = "wiener"
 
-    __post_init__ = check_options
-
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
         warn_of_moves(self.name, seen)
@@ -61,7 +59,7 @@ class LeastSquares:
 
 
 @dataclass(frozen=True)
-class FeatureOptimisation:
+class FeatureOptimisation(Checked):
     """Minimise ‖F₁(x) − z‖² / D + (tv + tv_noise · σ²) TV(x) over images x by Adam; rows are taken in the order sent.
 
     Idea: The attack guesses an image, and computes the features that the client would send for it. An optimiser changes
@@ -100,8 +98,6 @@ class FeatureOptimisation:
     learning_rate: NotNegative = 0.1
     tv: NotNegative = 0.01
     tv_noise: NotNegative = 8.0
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
 
-from privlab.attacks.decoders import DecoderTrained, decoder_for
-from privlab.base import PrivlabError
+from privlab.attacks.decoders import DECODERS, Decoder, Shape, Trained, make_release, mirrored_and_rolled
+from privlab.attacks.decoders.networks import OwnRelease
+from privlab.base import PrivlabError, draw_for
 from privlab.release import effects_of
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
+FORMAT = "privlab-decoder/1"
 PAPER = "Permutation Equivariance (Xu et al. 2024), section 5.3"
 
 IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
@@ -18,7 +22,7 @@ IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
 
 
 @dataclass(frozen=True)
-class _Inversion(DecoderTrained):
+class _Inversion(Trained[Decoder]):
     """Train a decoder on pairs of a public image and what the client sends of it; apply it to what was sent.
 
     The adversary runs the client's part of the model, whatever the cut layer, and the defense, whose algorithm it
@@ -26,6 +30,10 @@ class _Inversion(DecoderTrained):
     the victim. A decoder is trained once for each victim, cut layer, defense and set of public images, and cached.
 
     Exact if: no condition is known: it is a trained decoder without a guarantee.
+
+    Args:
+        width: width of the decoder's tokens, or number of its channels; a multiple of 32.
+        depth: number of its blocks.
     """
 
     knows: ClassVar[frozenset[str]] = IN_PLACE
@@ -52,11 +60,59 @@ class _Inversion(DecoderTrained):
         """
         if (channels := seen.model.image_shape[0]) != 3:
             raise PrivlabError(f"{self.kind} decoders paint RGB images. Found a victim of {channels} channels.")
-        decoder = decoder_for(seen, self)
+        decoder = self.network(seen)
         order = effects_of(seen.model, seen.defense).rows
         with torch.no_grad():
             images, rows = decoder.reconstruct(seen.features.float(), order)
         return Reconstruction(images.to(seen.model.mean.dtype), rows)
+
+    def form(self, seen: FeatureObservation) -> tuple[str, ...]:
+        """Return the version of the decoders, and the cut layer."""
+        cut = (f"cut layer {seen.cut_layer}",) if seen.cut_layer else ()  # 0 has the keys of before there was a choice
+        return FORMAT, *cut
+
+    def made(self, seen: FeatureObservation) -> Decoder:
+        """Return an untrained decoder."""
+        return DECODERS[self.kind](Shape.of(seen.model), self.width, self.depth)
+
+    def recipe(self, seen: FeatureObservation, network: Decoder) -> "Inversion":
+        """Return the training on releases of public images, by whose rows the decoder is whitened."""
+        return Inversion(seen, self, network)
+
+
+class Inversion:
+    """The training recipe of a decoder: from releases of public images back to these images."""
+
+    def __init__(self, seen: FeatureObservation, attack: _Inversion, decoder: Decoder) -> None:
+        self.seen, self.attack, self.model = seen, attack, decoder
+        decoder.whiten.fit(self._rows())
+
+    def __len__(self) -> int:
+        return len(self.seen.public)
+
+    def batch(self, rows: Tensor, draw: Generator) -> OwnRelease:
+        """Return a new release of some public images."""
+        seen, public = self.seen, self.seen.public
+        images = public[rows.to(public.device)].to(seen.model.mean)
+        if self.attack.augment:
+            images = mirrored_and_rolled(images, draw)
+        return make_release(seen.model, seen.defense, images, draw, seen.cut_layer)
+
+    def loss(self, model: nn.Module, batch: OwnRelease, draw: Generator) -> Tensor:
+        """Return the objective of the decoder on one release (`Decoder.objective`).
+
+        Args:
+            model: the decoder; it makes the forward pass.
+            batch: as `batch` returns it.
+            draw: not used, because the objective is not random.
+        """
+        return self.model.objective(model, batch)
+
+    def _rows(self) -> Float[Tensor, "m d"]:
+        """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
+        draw = draw_for(self.attack.seed, "", "whitening")
+        batches = torch.randperm(len(self), generator=draw)[:256].split(32)
+        return torch.cat([self.batch(rows, draw).features.flatten(0, 1) for rows in batches])
 
 
 @dataclass(frozen=True)
@@ -64,8 +120,7 @@ class InversionMae(_Inversion):
     """The paper's attack: a decoder like that of MAE, with Transformer blocks over rows, of which row i writes slot i.
 
     Idea: The adversary sends its own images through the client's embedding and defense. It trains a decoder of
-    Transformer blocks, as the paper of permutation equivariance does. The decoder has a fixed order of rows, which a
-    row permutation disturbs.
+    Transformer blocks, as the paper of permutation equivariance does. Row permutations disturb its order of rows.
 
     Steps: features of public images → train a decoder (MAE) → apply it to the release
 

@@ -9,12 +9,12 @@ from privlab.attacks.features.feature_inversion import LeastSquares, rows_as_sen
 from privlab.attacks.features.pe_assignment import PEAssignment
 from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers import Smoothness, colour_gradients, conjugate_gradients, invert_rows
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 
 @dataclass(frozen=True)
-class MapInversion:
+class MapInversion(Checked):
     """Minimise ‖W x + β − z‖² / 2σ² + strength Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p) over the patches x of a whole image.
 
     Idea: Noise on features hides weak textures, and not edges. The attack knows how strong the noise is, and that the
@@ -27,13 +27,12 @@ class MapInversion:
     adjacent pixels, across and down, within patches and between them. Their colour covariance Γ is that of public
     images. The sum is the negative logarithm of a posterior density: where `least-squares` estimates each patch by
     itself, this reads all of an image, and keeps its edges. It begins at `least-squares`, and reweights the sum in each
-    round, which solves a linear system by conjugate gradients. Without noise it is `least-squares`. Rows that the
-    defense moves are placed as `pe-assignment` does, if the model has position embeddings.
+    round, which solves a linear system by conjugate gradients. Rows that the defense moves are placed as
+    `pe-assignment` does.
 
     Exact if: never: noise stays, and weak textures are lost with it. Without noise it is `least-squares`.
 
-    Fails if: the noise is not white, not known, or not on the embedding's rows. Rows that are moved need position
-    embeddings.
+    Fails if: the noise is not white, not known, or not on the embedding's rows. Moved rows need position embeddings.
 
     Studies: published
 
@@ -60,8 +59,6 @@ class MapInversion:
     steps: AtLeast1 = 30
     strength: Positive = 0.7
     epsilon: Positive = 0.1
-
-    __post_init__ = check_options
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""

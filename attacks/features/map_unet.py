@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from privlab.attacks.decoders import PairTrained, PairTraining, make_release
 from privlab.attacks.decoders.networks import Residual, silent
-from privlab.attacks.decoders.training import Pairs, PairTrained, make_release
+from privlab.attacks.decoders.training import Pairs
 from privlab.attacks.features.map_inversion import MapInversion
 from privlab.attacks.rows import effects
-from privlab.base import AtLeast1, check_options, check_range, draw_for
+from privlab.base import AtLeast1, check_range, draw_for
 from privlab.release import effects_of
 from privlab.threat import Capability, FeatureAttack, FeatureObservation, Reconstruction
 
@@ -23,7 +24,7 @@ STARTS = (MapInversion(), MapInversion(rounds=0))
 
 
 @dataclass(frozen=True)
-class MapUNet(PairTrained):
+class MapUNet(PairTrained["UNet"]):
     """Train f_φ on min E ‖x̂(z) + f_φ(x̂(z), x̂₀(z)) − x‖² over public images x and what the client sends of them, z.
 
     Idea: The best formulas for noise and for photographs leave errors, which look similar from image to
@@ -35,14 +36,12 @@ class MapUNet(PairTrained):
     Algorithm: x̂ is the image that `map-inversion` finds under a prior written by hand, and x̂₀ its start, the linear
     estimate of each patch. f_φ is a U-Net: it learns what photographs look like, and what errors both make under this
     noise. Keys and noise of the releases that it is trained on are the adversary's own. It is trained once for each
-    victim, defense and set of public images, and cached. With few public images it learns little. Without noise it is
-    `map-inversion`.
+    victim, defense and set of public images, and cached.
 
-    Exact if: no condition is known: it is a trained network without a guarantee. Without noise it is `map-inversion`,
-    which then is `least-squares`.
+    Exact if: no condition is known: it is a trained network without a guarantee. Without noise it is `least-squares`.
 
     Fails if: the noise is not white, not known, or not on the embedding's rows. With the bundled photographs alone it
-    learns little: it needs `--public` with hundreds of images. It is trained for each defense and victim.
+    learns little: it needs `--public` with hundreds of images.
 
     Cost: 5 to 7 minutes of training on one busy core, its 6,000 own releases included (`cifar_vit`, 32 pixels).
 
@@ -60,6 +59,7 @@ class MapUNet(PairTrained):
     """
 
     name: ClassVar[str] = "map-unet"
+    kind: ClassVar[str] = "unet"
     paper: ClassVar[str] = "FBPConvNet (Jin et al., IEEE TIP 2017), behind map-inversion, against noise on features"
     order: ClassVar[int] = 350
     short: ClassVar[Mapping[str, Any]] = {"steps": 1, "releases": 8, "batch_size": 8, "width": 4}
@@ -84,18 +84,30 @@ class MapUNet(PairTrained):
 
     def __post_init__(self) -> None:
         """Raise PrivlabError for a number that is out of range."""
-        check_options(self)
+        super().__post_init__()
         check_range(self.releases >= self.batch_size, f"releases of {self.name}", "at least batch_size", self.releases)
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
         if effects(seen).noise_std == 0:
             return STARTS[0](seen)
-        unet = _correction_for(seen, STARTS, self)
+        unet = self.network(seen)
         with torch.no_grad():
             images = unet(_started(STARTS, seen)).clamp(0, 1)
         rows = STARTS[1](seen).rows  # both place them alike, and this one does no more
         return Reconstruction(images.to(seen.model.mean.dtype), rows)
+
+    def form(self, seen: FeatureObservation) -> tuple[str, ...]:
+        """Return the version of the networks, the attacks to be corrected and the cut layer."""
+        return FORMAT, repr(STARTS), f"cut layer {seen.cut_layer}"
+
+    def made(self, seen: FeatureObservation) -> "UNet":
+        """Return an untrained U-Net."""
+        return UNet(seen.model.image_shape[0], len(STARTS), self.width)
+
+    def recipe(self, seen: FeatureObservation, network: "UNet") -> PairTraining:
+        """Return the training on what the attacks make of own releases."""
+        return PairTraining(network, *_own_starts(seen, STARTS, self))
 
 
 FORMAT = "privlab-correction/1"
@@ -166,14 +178,3 @@ def _own_starts(seen: FeatureObservation, starts: Sequence[FeatureAttack], attac
         return _started(starts, replace(seen, features=own.features.to(seen.features))), own.images
 
     return attack.own_pairs(seen.public, IN_PLACE if kept else attack.client_batch, draw, release)
-
-
-def _correction_for(seen: FeatureObservation, starts: Sequence[FeatureAttack], attack: MapUNet) -> UNet:
-    """Return the U-Net of this victim, defense, public images and attacks to be corrected."""
-    return attack.network(
-        seen,
-        "unet",
-        (FORMAT, repr(attack), repr(tuple(starts)), f"cut layer {seen.cut_layer}"),
-        lambda: UNet(seen.model.image_shape[0], len(starts), attack.width),
-        lambda _: _own_starts(seen, starts, attack),
-    )

@@ -19,13 +19,13 @@ from privlab.attacks.rows import (
     undone,
     warn_of_moves,
 )
-from privlab.base import AtLeast0, AtLeast1, PrivlabError, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked, PrivlabError
 from privlab.reassembly import ROUNDS, assemble
 from privlab.threat import Capability, FeatureObservation, Reconstruction, RowOrder
 
 
 @dataclass(frozen=True)
-class RowAlignment:
+class RowAlignment(Checked):
     """Line up the rows of b ≥ 2 images by what each slot adds to all of them, then put the slots in place together.
 
     Idea: The client may keep its position embeddings private, yet it adds the same ones to every image. Over several
@@ -73,14 +73,17 @@ class RowAlignment:
     iterations: AtLeast1 = 20
     rounds: AtLeast0 = ROUNDS
 
-    __post_init__ = check_options
-
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Align the rows, put the slots in place and invert the rows."""
         model, kind, noise = seen.model, effects(seen).rows, effects(seen).noise_std
         warn_of_moves(self.name, seen, rows=True)
         features = undone(seen).double()
-        _check(features, kind)
+        if len(features) < 2:
+            raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
+        if kind == "mixed":
+            raise PrivlabError(
+                "row-alignment needs rows that stay with their image. Found rows mixed among images: use pe-assignment."
+            )
         law = patch_law(model, seen.public, noise)
         prefix, known = known_tokens(model)
         public = known if Capability.POSITION_EMBEDDINGS in seen.grants else None
@@ -127,15 +130,6 @@ class RowAlignment:
             near, slots = (torch.linalg.solve_triangular(L, x.mT, upper=False).mT for x in (u, public))
             places = torch.cdist(slots, near).square() / 2
         return assemble(costs, model.grid, places=places, rounds=self.rounds)
-
-
-def _check(features: Float[Tensor, "b t d"], kind: RowOrder) -> None:
-    if len(features) < 2:
-        raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
-    if kind == "mixed":
-        raise PrivlabError(
-            "row-alignment needs rows that stay with their image. Found rows mixed among images: use pe-assignment."
-        )
 
 
 def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: RowOrder) -> Int[Tensor, "b n"]:

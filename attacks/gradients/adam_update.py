@@ -24,10 +24,11 @@ from privlab.attacks.solvers import (
     signed_product,
     slot_gradients,
     too_many,
+    values_and_slopes,
     warn_of_limits,
     weighted_patches,
 )
-from privlab.base import AtLeast0, NotNegative, PrivlabError, check_options, gradients_enabled
+from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError
 from privlab.patches import patchify
 from privlab.release import Update, each_release
 from privlab.threat import Capability, Client, GradientDefense, Observation
@@ -50,13 +51,12 @@ _BOX = 30.0  # weight of the mean squared distance of normalised pixels from tho
 
 
 @dataclass(frozen=True)
-class AdamUpdate:
+class AdamUpdate(Checked):
     """Find the patches X that give the gradients of the first blocks the signs and magnitudes that Adam shows.
 
     Idea: Adam divides each entry of the gradient by its own magnitude, so that an update shows its sign. Small entries
     show their magnitude too, because Adam adds ε to what it divides by. The attack looks for an image, as smooth as
-    photographs are, and for one gradient behind the first blocks, which together give all matrices before it these
-    signs and magnitudes.
+    photographs are, and for one gradient behind the first blocks, which together give matrices these signs and sizes.
 
     Steps: undo decay, read signs, invert ε → solve Aᵀ X = G, weighed → search image and gradient by signs
 
@@ -74,8 +74,7 @@ class AdamUpdate:
     Of several steps the size of a median entry's move counts as that of a full step, and the spread of the moves about
     it as their error: an image that is learnt in the first steps has small gradients after them.
 
-    It has no guarantee where most magnitudes are unknown, which is the usual case at small rates. A state that was
-    carried from other rounds is refused where it shows: where a weight moved further than a fresh state can move it.
+    A state that was carried from other rounds is refused where a weight moved further than a fresh one can move it.
 
     Exact if: no condition is known: it has no guarantee. The fewer patches there are, and the more entries have a
     magnitude that ε shows, the nearer it comes: at high rates and for images with a small gradient.
@@ -111,8 +110,6 @@ class AdamUpdate:
     blocks: AtLeast0 = 2
     stage_steps: AtLeast0 = 200
     prior: NotNegative = 1.0
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, with the numbers."""
@@ -209,17 +206,12 @@ class _Search:
         self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
         """Return the objective and its gradient at points."""
-        values, slopes = [], []
-        for each in points:
-            with gradients_enabled():
-                point = each.detach().requires_grad_()
-                X, delta = self.parts(point)
-                made = self.first.gradients(X, delta, create_graph=True)
-                outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
-                height, width = self.first.model.image_shape[1:]
-                edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)
-                value = row_disagreement(made, self.wanted) + self.prior * edges + _BOX * outside
-                (slope,) = torch.autograd.grad(value, point)
-            values.append(value.detach())
-            slopes.append(slope)
-        return torch.stack(values), torch.stack(slopes)
+        return values_and_slopes(self._value, points, numbers)
+
+    def _value(self, points: Float[Tensor, "1 q"], _: Int[Tensor, " 1"]) -> Float[Tensor, " 1"]:
+        X, delta = self.parts(points[0])
+        made = self.first.gradients(X, delta, create_graph=True)
+        outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
+        height, width = self.first.model.image_shape[1:]
+        edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)
+        return (row_disagreement(made, self.wanted) + self.prior * edges + _BOX * outside)[None]

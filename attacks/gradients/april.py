@@ -23,10 +23,7 @@ class April:
     Steps: solve Eq. 8 for the tokens z → subtract E_pos and b → invert the projection W
 
     Algorithm: If attention acts on z itself, (∂ℓ/∂z)ᵀ z = W_Qᵀ ∂ℓ/∂W_Q + W_Kᵀ ∂ℓ/∂W_K + W_Vᵀ ∂ℓ/∂W_V, and ∂ℓ/∂z =
-    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). Exact if N + 1 ≤ D and the patches have no more values than z, K ≤ D;
-    otherwise W⁺ loses K − D dimensions. The identity does not hold on a block with pre-norm or skip.
-
-    Under MJP the attack runs as the paper runs it: without knowledge of the defense.
+    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). For K > D, W⁺ loses K − D dimensions.
 
     Exact if: N + 1 ≤ D and K ≤ D, on a first block without pre-norm and skip.
 

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.rows import least_cost
 from privlab.attacks.solvers import patch_statistics
-from privlab.base import AtLeast0, PrivlabError, check_options
+from privlab.base import AtLeast0, Checked, PrivlabError
 from privlab.images import photographs
 from privlab.patches import patchify, unpatchify
 from privlab.reassembly import ROUNDS, assemble
@@ -25,7 +25,7 @@ NEIGHBOURS = 0.9  # the correlation of neighbouring pixels that stands in for pu
 
 
 @dataclass(frozen=True)
-class BlockKey:
+class BlockKey(Checked):
     """Recover the encrypted images x̃ from their gradients, the order of the values in a block, and that of the blocks.
 
     Idea: The gradient gives back the encrypted images, and all of them have one key. Values of neighbouring pixels vary
@@ -51,12 +51,10 @@ class BlockKey:
     from, pixels at a distance r are taken to have the correlation 0.9^r.
 
     Exact if: `patch-gradient` would be: this gives the encrypted images. The key has no guarantee: from 20 photographs
-    of 100 blocks it was exact but for one bit, and from 50 photographs of 64 blocks it was exact (labels as the model
-    predicts them).
+    of 100 blocks it was exact but for one bit, and from 50 photographs of 64 blocks it was exact (predicted labels).
 
     Fails if: few images share a key: with five or ten photographs under one key it has 20 to 22 dB, and with one it
-    finds nothing. Only labels that the model predicts distinguish an image from its mirror image. It refuses a gradient
-    of several images, because its equations then mix the images.
+    finds nothing. It refuses a gradient of several images, because its equations then mix the images.
 
     Cost: 2 s an image (20 photographs together, ViT-Ti, 160 pixels, one shared core).
 
@@ -86,8 +84,6 @@ class BlockKey:
 
     rounds: AtLeast0 = ROUNDS
     mirror: bool = False
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold."""

@@ -24,8 +24,7 @@ class GradientLikelihood(GradientMatching):
 
     Exact if: no condition is known: it is a search without a guarantee.
 
-    Fails if: the search stops far from the most likely image, as it does as a rule. It was measured on a few images
-    only.
+    Fails if: the search stops far from the most likely image, as a rule. It was measured on a few images only.
 
     Cost: Minutes an image.
 
@@ -33,8 +32,7 @@ class GradientLikelihood(GradientMatching):
 
     Args:
         objective: as in `gradient-matching`; "likelihood" is what distinguishes this attack.
-        tv: weight of the image prior; at 1 it is that of `patch-gradient-adaptive`, and the search maximises the
-            posterior.
+        tv: weight of the image prior; at 1 it is that of `patch-gradient-adaptive`, which maximises the posterior.
         start: as in `gradient-matching`; "auto" is `patch-gradient-adaptive`.
     """
 

@@ -27,16 +27,16 @@ from privlab.attacks.solvers import (
     shares_mask,
     slot_gradients,
     twice_derivable,
+    values_and_slopes,
 )
 from privlab.base import (
     AtLeast0,
     AtLeast1,
+    Checked,
     NotNegative,
     Positive,
     PrivlabError,
-    check_options,
     draw_for,
-    gradients_enabled,
     warn,
 )
 from privlab.patches import patchify, unpatchify
@@ -63,7 +63,7 @@ _MOST_ENTRIES = 2**26  # the most entries of gradients that are held in memory a
 
 
 @dataclass(frozen=True)
-class GradientMatching:
+class GradientMatching(Checked):
     """Minimise the distance between the gradient of candidate images and the released one, plus their total variation.
 
     Idea: The attack guesses an image, and computes the gradient that a client with that image would release. An
@@ -125,14 +125,11 @@ class GradientMatching:
     start: Annotated[str, START_NAMES] = "auto"
     seed: int = 0
 
-    __post_init__ = check_options
-
     def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the images that the clients fed.
 
         Raises:
-            PrivlabError: if labels cannot be told, the start needs more than is granted, or the objective is not finite
-                there.
+            PrivlabError: if labels cannot be told, the start is not granted, or the objective is not finite there.
 
         Warns:
             PrivlabWarning: if masked slots cannot be told, or the state cannot be kept.
@@ -200,8 +197,7 @@ class Match:
     """How well candidates explain r releases of B images each; `descend` calls it with points and their numbers.
 
     Candidate j is one of release j mod r. Its point holds the normalised patches, r × B × n × k, or the coefficients C
-    of `known` + C Y. `target` holds the released gradients over their common norm; entries outside `compared` are
-    ignored.
+    of `known` + C Y. `target` holds the released gradients over their common norm; only `compared` entries count.
     """
 
     model: VictimModel
@@ -277,17 +273,7 @@ class Match:
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
         """Return the objective and its gradient at the points of candidates with these numbers, a few at a time."""
         size = self.B * sum(parameter.numel() for parameter in self.model.parameters())
-        values, slopes = [], []
-        for some, of_some in zip(
-            *(each.split(max(1, _MOST_ENTRIES // size)) for each in (points, numbers)), strict=True
-        ):
-            with gradients_enabled():
-                x = some.detach().requires_grad_()
-                value = self._value(x, of_some % len(self.norm))
-                (slope,) = torch.autograd.grad(value.sum(), x)
-            values.append(value.detach())
-            slopes.append(slope)
-        return torch.cat(values), torch.cat(slopes)
+        return values_and_slopes(self._value, points, numbers % len(self.norm), max(1, _MOST_ENTRIES // size))
 
     def _value(self, points: Float[Tensor, "s q"], release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
         model, X = self.model, self.patches(points, release).flatten(0, 1)
@@ -326,8 +312,7 @@ def mismatch(
 
     Args:
         g: gradients of the candidates by parameter name.
-        target: the released gradients of the same names, over their common norm: the norm of each candidate's target is
-            1.
+        target: the released gradients of the same names, over their common norm.
         norm: norm of the released gradient of each candidate; without it, that of g itself.
     """
     if norm is None:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from privlab.attacks.solvers import total_variation
-from privlab.base import AtLeast0, NotNegative, PrivlabError, check_options, gradients_enabled, warn
+from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError, gradients_enabled, warn
 from privlab.release import as_gradients, each_release, told_images, undecayed
 from privlab.threat import Capability, Observation
 
@@ -18,7 +18,7 @@ _WEIGHT, _BIAS = "head.weight", "head.bias"
 
 
 @dataclass(frozen=True)
-class HeadInversion:
+class HeadInversion(Checked):
     """Read the features f of each image from the head, and search for images x that have them.
 
     Idea: The gradient of the classifier is an outer product, so it gives away the label of an image and the features
@@ -35,12 +35,10 @@ class HeadInversion:
     2. ‖f(x) − f‖² / ‖f‖² + tv · TV(x) is minimised from grey by Adam, whose steps shrink to zero along half a cosine;
        TV is the mean absolute difference of neighbouring pixels, and x = sigmoid(u) keeps pixels in [0, 1].
 
-    f has D numbers, and an image has many more. So the search has no guarantee, and its failure says nothing of f: who
-    has photographs can ask which of them has it. An image whose f is not found is grey.
+    Who has photographs can ask which of them has these features. An image whose f is not found is grey.
 
     Exact if: the gradient is that of one image, after one step or where the head alone trains, or of a batch whose
-    images the head's gradient separates: the features that the head read are then exact. The search for an image has no
-    guarantee.
+    images the head's gradient separates: the features are then exact. The search for an image has no guarantee.
 
     Fails if: the image itself is wanted: many images have these features, and the one that it finds is no nearer to the
     photograph than one colour.
@@ -72,8 +70,6 @@ class HeadInversion:
     steps: AtLeast0 = 300
     learning_rate: NotNegative = 0.1
     tv: NotNegative = 10.0
-
-    __post_init__ = check_options
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed.

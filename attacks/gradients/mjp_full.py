@@ -70,8 +70,7 @@ class MjpFull(TokenSearch):
     within Y there. Other patches without a token are completed again by the prior of `mjp-subspace`, given those that
     were found. Without a mask this is `patch-gradient`.
 
-    Exact if: N + |masked| + 1 < D: every patch whose token is found is then exact, up to the order of the masked
-    patches.
+    Exact if: N + |masked| + 1 < D: every patch whose token is found, up to the order of the masked patches.
 
     Fails if: N ≥ D: no token is found then. Flat patches have nearly equal tokens, and some are missed.
 

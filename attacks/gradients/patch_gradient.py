@@ -21,8 +21,8 @@ class PatchGradient:
     Steps: factors: A = ∂ℓ/∂E_pos → solve Aᵀ X = ∂ℓ/∂W → patches X, in place
 
     Algorithm: Every patch n enters by z_n = W x_n + b + e_n alone, so ∂ℓ/∂W = Σ_n g_n x_nᵀ = Aᵀ X with g_n = ∂ℓ/∂z_n =
-    ∂ℓ/∂e_n, whatever follows the embedding. Exact, but for rounding, if A has rank N. Pre-norm blocks ignore a constant
-    added to a token, so A·1 = 0 and N < D is needed; at N ≥ D the solution of least norm is returned.
+    ∂ℓ/∂e_n, whatever follows the embedding. Pre-norm blocks ignore a constant added to a token, so A·1 = 0 and N < D is
+    needed; at N ≥ D the solution of least norm is returned.
 
     MJP releases zeros in ∂ℓ/∂E_pos for a slot that has lost its position embedding. This attack does not know the
     defense: it takes them for equations, as the closed form of MJP's Table 5 does.

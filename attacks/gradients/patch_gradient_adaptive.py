@@ -19,12 +19,12 @@ from privlab.attacks.solvers import (
     too_many,
     warn_of_limits,
 )
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive
 from privlab.threat import Capability, GradientDefense, Observation
 
 
 @dataclass(frozen=True)
-class PatchGradientAdaptive:
+class PatchGradientAdaptive(Checked):
     """Find the smooth X that explains ∂ℓ/∂W = Aᵀ X best, where both A = ∂ℓ/∂E_pos and ∂ℓ/∂W have errors of known size.
 
     Idea: Noise, pruning or rounding puts errors on both sides of the linear system of `patch-gradient`. The attack
@@ -39,14 +39,12 @@ class PatchGradientAdaptive:
     with the prior of `mjp-subspace`, by Gauss-Newton steps. Between them, missing entries (pruned, or rounded to zero)
     are computed from A and X, within their known bounds. Without a defense on gradients this is `patch-gradient`.
 
-    Under MJP with noise, the slots whose row is nothing but noise are taken for the masked ones; the rest is
-    `mjp-subspace`.
+    Under MJP with noise, the slots whose row is nothing but noise are masked; the rest is `mjp-subspace`.
 
     `gradient-sign` leaves neither the scale of A's rows nor that of the image, and little is recovered (14.3 dB,
     experiments/notes/gradients.md).
 
-    Exact if: `patch-gradient` would be, and under MJP `mjp-subspace`, in the limit where the errors of the released
-    gradient go to zero.
+    Exact if: `patch-gradient` would be, and under MJP `mjp-subspace`, in the limit of released errors of zero.
 
     Fails if: what the defense leaves of the two gradients of the embedding does not suffice: it reads no others, so
     that its failure says nothing about attacks by all layers.
@@ -80,8 +78,6 @@ class PatchGradientAdaptive:
     rounds: AtLeast0 = 6
     steps: AtLeast1 = 30
     epsilon: Positive = 0.1
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold, or the decay that it does not undo."""

@@ -20,8 +20,8 @@ from privlab.attacks.solvers import (
     warn_of_limits,
     zero_rows,
 )
-from privlab.attacks.solvers.prior import Map
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options
+from privlab.attacks.solvers.linear import Map
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel
 
@@ -77,7 +77,7 @@ class Free(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PatchGradientPrior:
+class PatchGradientPrior(Checked):
     """Solve Aᵀ X = ∂ℓ/∂W as `patch-gradient` does, and find what that leaves open if N ≥ D or A is ill conditioned.
 
     Idea: The linear system of `patch-gradient` has too few equations where there are as many patches as channels. The
@@ -94,15 +94,14 @@ class PatchGradientPrior:
     2. Pixels of eight bits are integers. The N values at one place of all patches have N − D + 1 unknowns: these are
        found one after the other (`_integers`), and the remaining values test that they are right.
 
-    The result is exact if few combinations are free, the image was fed in integer levels, and the rounding error is
-    below the spacing of the levels (with random weights it may not be); otherwise it is that of step 1. If no
-    combination is free this is `patch-gradient`, and also under MJP, which it does not know.
+    If no combination is free this is `patch-gradient`.
 
     Exact if: `patch-gradient` would be; for an image of eight bits also for a few patches more than that (measured:
     trained weights, D = 192, N = 196).
 
-    Fails if: there are many more patches than equations (N = 225, D = 192), or the pixels are not whole grey levels:
-    only its image prior is left then. Under MJP it is `patch-gradient`.
+    Fails if: there are many more patches than equations (N = 225, D = 192), the pixels are not whole grey levels, or
+    the rounding error is as large as a level, as it may be with random weights: only its image prior is left then.
+    Under MJP it is `patch-gradient`.
 
     Cost: 1.0 s an image (ViT-Ti, 224 pixels, one shared core).
 
@@ -131,8 +130,6 @@ class PatchGradientPrior:
     levels: AtLeast0 = 255
     kept: AtLeast1 = 16
     passes: AtLeast1 = 4
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N ≤ D + 4 with its numbers if it does not hold; step 2 was measured up to there."""

@@ -24,7 +24,7 @@ from privlab.attacks.solvers import (
     warn_of_limits,
     weighted_patches,
 )
-from privlab.base import AtLeast0, PrivlabError, check_options
+from privlab.base import AtLeast0, Checked, PrivlabError
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     Update,
@@ -49,13 +49,12 @@ _CONVERGED = 1e-3  # the relative change of the missing entries below which they
 
 
 @dataclass(frozen=True)
-class PatchUpdate:
+class PatchUpdate(Checked):
     """Solve Aᵀ X = G for the patches X of a client that trained on one image, however many steps it took.
 
     Idea: A client that trains on one image for several steps releases the difference of its weights. All steps of SGD
     use the same patches, so the difference obeys the same linear system as one gradient. The attack undoes weight
-    decay, solves the system, and trains the client again on its result to find the rounding error of the stored
-    weights.
+    decay, solves the system, and trains the client again on its result to find the rounding error.
 
     Steps: undo decay, weigh by rounding → solve Aᵀ X = G → retrain to foresee rounding
 
@@ -80,8 +79,6 @@ class PatchUpdate:
     they set to zero or clipped are missing, and those of A are found from the others (`_complete`), unless there are
     more than 6,000. Rounding is not foreseen then.
 
-    Adam and AdamW divide by the gradient's magnitude, so their updates have no such form, and are refused.
-
     Exact if: `patch-gradient` would be, and the client trains on one image by SGD, for any number of steps; the
     rounding of stored weights remains. That is undone too if the image has 256 grey levels and its gradient is not too
     small. The attack undoes momentum, schedules, clipping and weight decay.
@@ -99,8 +96,7 @@ class PatchUpdate:
         rounds: the most times that rounding is foreseen; 0 leaves out steps 2 and 3, and takes a twentieth of the time.
             What they bring is in docs/studies/updates.md. They are left out too for N ≥ D, where dropout is private,
             where the decay is not known, where no label is found, or where a defense of images made private draws. Of
-            updates that are sent as int8 the result of step 3 is taken where it is the release bit for bit, or not at
-            all.
+            updates that are sent as int8 the result of step 3 is taken only where it is the release bit for bit.
         levels: grey levels above black of a stored image, 255 for eight bits; 0 leaves out step 2. Images that a client
             does not feed as they are stored, such as rescaled or jittered tensors, have none, and step 3 finds that.
     """
@@ -124,8 +120,6 @@ class PatchUpdate:
     decay: Annotated[str, ("known", "fitted")] = "known"
     rounds: AtLeast0 = 3
     levels: AtLeast0 = 255
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, or how many entries a filter took where these are too many, with the numbers."""

@@ -65,9 +65,8 @@ class TokenSeparation(TokenSearch):
     1. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2, as in `mjp-full`. For several
        images in one gradient half of the starts are tokens of photographs; if that search leaves some out, it is made
        again without, and the one that finds more counts.
-    2. Patches from tokens (`slots_of_tokens`), if ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space.
-       A token is W x + b + e plus what attention adds, and attention reads W x + b + e: both are linear in c. This
-       needs N + 1 < D, and 2 N + 1 < D without position embeddings, 3 N + 6 < 2 D with known ones.
+    2. Patches from tokens (`slots_of_tokens`), if ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space. A token
+       is W x + b + e plus what attention adds, and attention reads W x + b + e: both are linear in c.
     3. If the patch embedding is frozen too, the same with x = c for D > K (K + 2 N + 6 < 2 D). For D ≤ K the token
        alone gives W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
        patch are then in no gradient: the image prior of `mjp-subspace` completes them.

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
+from privlab.attacks.decoders import PairTrained, PairTraining
 from privlab.attacks.decoders.networks import Shape, attention_blocks, pixel_map, slot_positions
-from privlab.attacks.decoders.training import Pairs, PairTrained
+from privlab.attacks.decoders.training import Pairs
 from privlab.base import PrivlabError, check_range, draw_for
 from privlab.patches import unpatchify
 from privlab.release import observe
@@ -18,7 +19,7 @@ from privlab.victims import VictimModel
 
 
 @dataclass(frozen=True)
-class LearningToInvert(PairTrained):
+class LearningToInvert(PairTrained["GradientDecoder"]):
     """Train a decoder on pairs of a public image and what it releases under the defense; apply it to the release.
 
     Idea: The adversary takes the step of a client on images of its own, and applies the defense to the gradients with
@@ -32,13 +33,13 @@ class LearningToInvert(PairTrained):
     defense they determine the image, since G = Aᵀ X, and the decoder learns to use what a defense leaves of both. It is
     trained once for each victim, defense and set of public images, and cached.
 
-    The public images have the classes that the model predicts. With few of them the decoder learns little.
+    The public images have the classes that the model predicts.
 
     Exact if: no condition is known: it is a trained decoder without a guarantee. Under noise as strong as the gradient
     it can learn no more than the mean of its images.
 
     Fails if: it has too few images to learn from, as with the bundled photographs alone: it needs `--public` with
-    hundreds of images. It is trained for each defense and victim.
+    hundreds of images.
 
     Cost: 11 to 24 minutes of training on one busy core, for 8,000 releases and 800 steps (`cifar_vit`).
 
@@ -54,6 +55,7 @@ class LearningToInvert(PairTrained):
     """
 
     name: ClassVar[str] = "learning-to-invert"
+    kind: ClassVar[str] = "gradients"
     paper: ClassVar[str] = "Learning To Invert (Wu et al., UAI 2023), on two gradients of a ViT"
     order: ClassVar[int] = 190
     short: ClassVar[Mapping[str, Any]] = {"steps": 1, "releases": 8, "batch_size": 8}
@@ -97,16 +99,24 @@ class LearningToInvert(PairTrained):
         """
         if (channels := seen.model.image_shape[0]) != 3:
             raise PrivlabError(f"The decoder paints RGB images. Found a victim of {channels} channels.")
-        decoder = self.network(
-            seen,
-            "gradients",
-            (FORMAT, repr(self)),
-            lambda: GradientDecoder(Shape.of(seen.model), self.width, self.depth),
-            lambda decoder: decoder.fitted_to(*_own_releases(seen, self)),
-        )
+        decoder = self.network(seen)
         with torch.no_grad():
             images = decoder(_slots_of(seen.model, seen.gradients)).clamp(0, 1)
         return images.to(seen.model.mean.dtype)
+
+    def form(self, seen: Observation) -> tuple[str, ...]:
+        """Return the version of the decoders."""
+        return (FORMAT,)
+
+    def made(self, seen: Observation) -> "GradientDecoder":
+        """Return an untrained decoder."""
+        return GradientDecoder(Shape.of(seen.model), self.width, self.depth)
+
+    def recipe(self, seen: Observation, network: "GradientDecoder") -> PairTraining:
+        """Return the training on own releases, by which what slots read is standardised."""
+        slots, images = _own_releases(seen, self)
+        network.fit(slots)
+        return PairTraining(network, slots, images)
 
 
 FORMAT = "privlab-gradient-decoder/1"
@@ -140,12 +150,11 @@ class GradientDecoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.outwards = pixel_map(shape, width)
 
-    def fitted_to(self, slots: Float[Tensor, "r n f"], images: Float[Tensor, "r c h w"]) -> Pairs:
-        """Take the mean and the deviation from what slots read of the first releases, and return all of them."""
+    def fit(self, slots: Float[Tensor, "r n f"]) -> None:
+        """Take the mean and the deviation from what slots read of the first releases."""
         found = slots[:512].flatten(0, 1)
         self.mean.copy_(found.mean(0))
         self.deviation.copy_(found.std(0).clamp_min(1e-3))
-        return slots, images
 
     def forward(self, slots: Float[Tensor, "b n f"]) -> Float[Tensor, "b c h w"]:
         """Return images; grey is 0.5, and pixels may leave [0, 1]."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, jacrev
 
 from privlab.attacks.solvers import twice_derivable
-from privlab.base import AtLeast1, PrivlabError, check_options, draw_for
+from privlab.base import AtLeast1, Checked, PrivlabError, draw_for
 from privlab.threat import Capability, Observation
 from privlab.victims import hash_of
 
@@ -28,7 +28,7 @@ Equations = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class OrthogonalMatching:
+class OrthogonalMatching(Checked):
     """Solve log ‖g_l(x)‖ = log ‖o_l‖ and √p_l cos(g_l(x), o_l) = 0 for all L released parameters.
 
     Idea: What the client releases of a layer is random, but it is as long as the layer's gradient, and orthogonal to
@@ -40,8 +40,7 @@ class OrthogonalMatching:
     Algorithm: Under `censor` o_l is random but for these 2 L equations, which are all that a release reveals. p_l is
     the number of entries, and √p_l cos of a random o_l is about 1. The unknowns are the values of the image; its label
     is tried, one class after the other. Levenberg-Marquardt may solve them where there are more equations than values;
-    with fewer it ends near its start. Releases of the same image, in one round or in several with other weights, add
-    equations (`of_rounds`).
+    with fewer it ends near its start. Releases of the same image in other rounds add equations (`of_rounds`).
 
     Where `projection` is "code", o_l·g_l is not 0, and the second equation is not fulfilled.
 
@@ -80,8 +79,6 @@ class OrthogonalMatching:
     steps: AtLeast1 = 20
     starts: AtLeast1 = 1
     seed: int = 0
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the numbers of equations and of values if the equations of a release do not determine the image."""

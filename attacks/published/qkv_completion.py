@@ -9,7 +9,7 @@ from torch import Tensor
 
 from privlab.attacks.solvers import conjugate_gradients, hides_places, ridge_inverse, token_count
 from privlab.attacks.tokens import QKV, normalised_tokens
-from privlab.base import AtLeast1, PrivlabError, check_options
+from privlab.base import AtLeast1, Checked, PrivlabError
 from privlab.release import errors_of_filters
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel
@@ -24,7 +24,7 @@ _LEAST_GAIN = 1e-3  # the relative decrease of the misfit below which a rank is 
 
 
 @dataclass(frozen=True)
-class QkvCompletion:
+class QkvCompletion(Checked):
     """Complete ∂ℓ/∂W_qkv = Δᵀ U from its exact entries, and solve for the patches whose tokens lie in its row span.
 
     Idea: A filter cuts or drops some entries of the gradient, but the matrix of the first block's queries, keys and
@@ -78,8 +78,6 @@ class QkvCompletion:
     rounds: AtLeast1 = 6
     last_rounds: AtLeast1 = 20
     steps: AtLeast1 = 60
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return which of K + 1 ≤ D − N − p, the number of exact entries, and known places does not hold."""

@@ -20,7 +20,7 @@ from privlab.attacks.solvers import (
     photograph_gradients,
     twice_derivable,
 )
-from privlab.base import AtLeast0, AtLeast1, Positive, check_options, draw_for, full_precision, gradients_enabled
+from privlab.base import AtLeast0, AtLeast1, Checked, Positive, draw_for, full_precision, gradients_enabled
 from privlab.patches import patchify, unpatchify
 from privlab.release import released_parameters
 from privlab.threat import Capability, Observation, check_capabilities
@@ -31,7 +31,7 @@ STARTS = {kind.name: kind for kind in (PatchGradientAdaptive, LearningToInvert)}
 
 
 @dataclass(frozen=True)
-class StagedLikelihood:
+class StagedLikelihood(Checked):
     """Minimise −log p(G_L | X, Δ) − log p(X) over X and Δ = ∂ℓ/∂z_L, for L = 1, 2, 4, … blocks, up to all of them.
 
     Idea: Whatever follows the first blocks, the gradients of their parameters depend on the image and on one gradient
@@ -40,16 +40,14 @@ class StagedLikelihood:
 
     Steps: start from a closed form → image and gradient behind one block → more blocks, up to all
 
-    Algorithm: Whatever follows block L, the gradients of all parameters before it are ∂⟨Δ, z_L(X)⟩/∂θ. Of a small L
-    they are nearly bilinear in X and Δ, so that a search from a poor start finds its way; a larger L adds equations and
-    no unknown, and behind the last block Δ is left at the class token alone. Each stage begins at the image of the one
-    before. p knows the variance of each entry that a defense states, or the interval in which a missing one lies;
-    clipping is a scale of Δ. See `_Stage` for the objective, which damped Gauss-Newton steps reduce.
+    Algorithm: The gradients of all parameters before block L are ∂⟨Δ, z_L(X)⟩/∂θ. A larger L adds equations and no
+    unknown, and behind the last block Δ is left at the class token alone. p knows the variance of each entry that a
+    defense states, or the interval in which a missing one lies; clipping is a scale of Δ. See `_Stage` for the
+    objective, which damped Gauss-Newton steps reduce.
 
     No label is needed.
 
-    Exact if: no condition is known: it is a search without a guarantee. It comes nearer with every step that it may
-    take, and stops after a fixed number.
+    Exact if: no condition is known: it is a search without a guarantee, and stops after a fixed number of steps.
 
     Fails if: its start is far from the image, as behind signs or where a tenth of the entries is kept: this leaves it
     far below what the release determines. It was measured on `cifar_vit` alone.
@@ -88,8 +86,6 @@ class StagedLikelihood:
     steps: AtLeast1 = 40
     epsilon: Positive = 0.1
     seed: int = 0
-
-    __post_init__ = check_options
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what the model of the release lacks: E_unk at slots that a defense of images masks."""

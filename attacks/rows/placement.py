@@ -113,8 +113,7 @@ def row_costs(
     """Return −2 log-likelihood of row r in slot s, class and register tokens first: ‖z_r − μ_s‖² in Σ_s⁻¹, + log |Σ_s|.
 
     A patch's row is N(μ + e_s, Σ); the row of a class or register token is its public value with nothing but noise.
-    Among the patch slots, terms that depend on r or on s alone do not affect an assignment, which leaves −2 z_rᵀ Σ⁻¹
-    e_s.
+    Among the patch slots, terms that depend on r or on s alone do not affect an assignment, leaving −2 z_rᵀ Σ⁻¹ e_s.
 
     Args:
         features: the rows of each image, with their columns in the model's order.

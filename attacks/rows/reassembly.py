@@ -70,7 +70,20 @@ def by_borders(
     rows = place(seen, features, torch.zeros_like(known_tokens(model)[1]))
     patches, floor = invert(model, features.flatten(0, 1)[rows], seen.public, effects(seen).noise_std)
     if kind != "kept":
-        order = _orders(pixels(model, patches), model.grid, floor, kind == "shared", rounds, predictor)
+        shown, places = pixels(model, patches), None
+        if predictor is not None:  # −log p(slot | patch), where no patch is known to stand in its own slot
+            known = torch.zeros(shown.shape[:2], dtype=torch.bool, device=shown.device)
+            with torch.no_grad():
+                places = -predictor.scores(shown.clamp(0, 1), known).mT
+        if kind == "shared":
+            costs, places = [summed_costs(shown, floor)], None if places is None else places.sum(0, keepdim=True)
+        else:
+            costs = [border_costs(image, floor=floor) for image in shown]
+        orders = [
+            assemble(cost, model.grid, places=None if places is None else places[i], rounds=rounds)
+            for i, cost in enumerate(costs)
+        ]
+        order = torch.stack(orders).expand(len(shown), -1)
         rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
     return Reconstruction(model.to_images(patches), rows, columns)
 
@@ -82,8 +95,7 @@ def place(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[
     patches' rows is arbitrary.
 
     Args:
-        seen: the observation, whose defenses say how rows may be moved, and whose public images give the law of
-            patches.
+        seen: the observation, whose defenses say how rows may be moved, and whose public images give their law.
         features: the rows of each image, with their columns in the model's order.
         pe: position embeddings of the patch slots, zeros to ignore them.
     """
@@ -96,33 +108,6 @@ def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor,
     """Return normalised patches as pixels, not clipped, in single precision, which is enough for borders."""
     side = (model.image_shape[0], model.patch, model.patch)
     return (patches.unflatten(2, side) * model.std + model.mean).float()
-
-
-def _orders(
-    patches: Float[Tensor, "b n c p p"],
-    grid: tuple[int, int],
-    floor: float,
-    shared: bool,
-    rounds: int,
-    predictor: PositionPredictor | None,
-) -> Int[Tensor, "b n"]:
-    """Return for each image the order of least cost, by borders and predictor; one order for all, if they share it."""
-    b, places = len(patches), None if predictor is None else _places(predictor, patches)
-    if shared:
-        total = None if places is None else places.sum(0)
-        return assemble(summed_costs(patches, floor), grid, places=total, rounds=rounds).expand(b, -1)
-    each = [
-        assemble(border_costs(of_image, floor=floor), grid, places=None if places is None else places[i], rounds=rounds)
-        for i, of_image in enumerate(patches)
-    ]
-    return torch.stack(each)
-
-
-@torch.no_grad()
-def _places(predictor: PositionPredictor, patches: Float[Tensor, "b n c p p"]) -> Float[Tensor, "b n n"]:
-    """Return the cost of each patch in each slot: −log p, if no patch is known to stand in its own slot."""
-    known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
-    return -predictor.scores(patches.clamp(0, 1), known).mT
 
 
 def summed_costs(patches: Float[Tensor, "b n c p p"], floor: float) -> Float[Tensor, "2 n n"]:

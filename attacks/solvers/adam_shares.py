@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from privlab.attacks.solvers.linear import RTOL
 from privlab.attacks.solvers.prior import EDGE_WIDTH, Smoothness, photograph_gradients
-from privlab.attacks.solvers.ridge import RTOL
 from privlab.base import PrivlabError, gradients_enabled
 from privlab.patches import patchify
 from privlab.release import Update, rounding_deviation, without_decay

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError, warn
+from privlab.base import PrivlabError, gradients_enabled, warn
 from privlab.training import TrainingProgress, keep, kept, tell
 from privlab.victims import cache_folder
 
@@ -30,7 +30,10 @@ Evaluate: TypeAlias = Callable[
 
 @dataclass(frozen=True)
 class Optimiser:
-    """A method of descent; `lr` is the root mean square of the entries of the (first) step."""
+    """A method of descent, called as (state, evaluate, step, steps) ↦ the state after step number `step` of `steps`.
+
+    It leaves the state that it is given as it is. `lr` is the root mean square of the entries of the (first) step.
+    """
 
     name: ClassVar[str]
 
@@ -41,15 +44,8 @@ class Optimiser:
         value, slope = evaluate(x, torch.arange(len(x), device=x.device))
         return {"x": x, "value": value, "slope": slope, "best": x, "least": value} | self._memory(x)
 
-    def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
-        """Return the state after step number `step`; `state` is left as it is.
-
-        Args:
-            state: state after the step before, or that of `start`.
-            evaluate: returns the objective and its gradient at points of the numbered problems.
-            step: number of this step, from 0 to `steps` − 1.
-            steps: number of steps of the whole search, to which a schedule may adapt.
-        """
+    def __call__(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
+        """Return the next state."""
         raise NotImplementedError
 
     def done(self, state: State) -> bool:
@@ -73,15 +69,8 @@ class Adam(Optimiser):
     def _memory(self, x: Float[Tensor, "p q"]) -> State:
         return {"mean": torch.zeros_like(x), "square": torch.zeros_like(x)}
 
-    def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
-        """Step against the running mean of the slope, each entry scaled by the root of its running mean square.
-
-        Args:
-            state: state after the step before, or that of `start`.
-            evaluate: returns the objective and its gradient at points of the numbered problems.
-            step: number of this step, from 0 to `steps` − 1; it corrects the bias of the means.
-            steps: number of steps of the whole search, over which the step size falls to zero.
-        """
+    def __call__(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
+        """Step against the running mean of the slope, each entry scaled by the root of its running mean square."""
         x, slope = state["x"], state["slope"]
         mean = self.first * state["mean"] + (1 - self.first) * slope
         square = self.second * state["square"] + (1 - self.second) * slope.square()
@@ -117,16 +106,8 @@ class Lbfgs(Optimiser):
         """Return whether every problem is stuck."""
         return bool(state["stuck"].all())
 
-    def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
-        """Step along −H⁻¹ ∇f, with H estimated from the last steps.
-
-        Args:
-            state: state after the step before, or that of `start`.
-            evaluate: returns the objective and its gradient at points of the numbered problems; it is called up to
-                `trials` times, for the problems that are still searching.
-            step: not used, because there is no schedule.
-            steps: not used.
-        """
+    def __call__(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
+        """Step along −H⁻¹ ∇f, with H estimated from the last steps; up to `trials` lengths of the step are tried."""
         x, slope, moves, turns = (state[name] for name in ("x", "slope", "moves", "turns"))
         fresh = (moves == 0).all(2).all(0)
         lower, new, value, new_slope = self._search(state, self._direction(slope, moves, turns), evaluate)
@@ -189,6 +170,31 @@ def _dot(a: Float[Tensor, "p q"], b: Float[Tensor, "p q"]) -> Float[Tensor, " p"
     return (a * b).sum(1)
 
 
+def values_and_slopes(
+    objective: Callable[[Tensor, Tensor], Tensor],
+    points: Float[Tensor, "s q"],
+    numbers: Int[Tensor, " s"],
+    at_a_time: int = 1,
+) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
+    """Return an objective and its gradient at points, a few at a time.
+
+    Args:
+        objective: (points, the numbers of their problems) ↦ the value at each.
+        points: where it is evaluated.
+        numbers: the numbers of their problems.
+        at_a_time: how many points are evaluated together.
+    """
+    values, slopes = [], []
+    for some, of_some in zip(points.split(at_a_time), numbers.split(at_a_time), strict=True):
+        with gradients_enabled():
+            x = some.detach().requires_grad_()
+            value = objective(x, of_some)
+            (slope,) = torch.autograd.grad(value.sum(), x)
+        values.append(value.detach())
+        slopes.append(slope)
+    return torch.cat(values), torch.cat(slopes)
+
+
 def descend(
     optimiser: Optimiser, points: Float[Tensor, "p q"], evaluate: Evaluate, steps: int, identity: Iterable[str]
 ) -> tuple[Float[Tensor, "p q"], Float[Tensor, " p"]]:
@@ -220,7 +226,7 @@ def descend(
     saved = begun
     try:
         while done < steps and not optimiser.done(state):
-            state = optimiser.advance(state, evaluate, done, steps)
+            state = optimiser(state, evaluate, done, steps)
             done += 1
             now = time.perf_counter()
             left = (now - begun) / (done - first) * (steps - done)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solvers.ridge import ridge_inverse
+from privlab.attacks.solvers.linear import ridge_inverse
 from privlab.base import PrivlabError, check_name
 from privlab.victims import VictimModel
 

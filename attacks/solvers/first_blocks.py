@@ -59,12 +59,7 @@ class FirstBlocks:
         return sum(each.shape[1] for each in own if each is not None)
 
     def matrix(self, name: str, of: Float[Tensor, "..."]) -> Float[Tensor, "r c"]:
-        """Return a parameter, or what is given for each entry, as rows: those of patches of the position embeddings.
-
-        Args:
-            name: timm's name of the parameter.
-            of: the parameter, or a tensor of its shape.
-        """
+        """Return a parameter, or what is given for each entry, as rows: those of patches of the position embeddings."""
         return slot_rows(self.model, of) if name == _PE else of.flatten(1)
 
     def gradients(

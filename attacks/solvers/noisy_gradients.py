@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from privlab.attacks.solvers.ridge import RTOL
+from privlab.attacks.solvers.linear import RTOL
 from privlab.threat import Observation, Stack, defense_declarations
 
 _LEAST_VARIANCE_RATIO = 1e-4  # the least error variance of one of the two gradients, relative to that of the other

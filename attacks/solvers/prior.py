@@ -1,6 +1,5 @@
 """The image priors of attacks: photographs are smooth except at edges, and their colours change together."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -10,11 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from privlab.attacks.solvers.linear import Map, conjugate_gradients
 from privlab.images import photographs
 from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.victims import VictimModel
 
-Map = Callable[[Tensor], Tensor]
 Names = tuple[str, ...] | None
 
 Prior = Literal["quadratic", "sparse", "covariance", "cauchy"]
@@ -44,12 +43,7 @@ def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tenso
 
 
 def colour_gradients(model: VictimModel, images: Float[Tensor, "m c h w"]) -> Float[Tensor, "c c"]:
-    """Return the colour covariance of differences between adjacent normalised pixels, over images of the adversary's.
-
-    Args:
-        model: the victim, whose normalisation counts.
-        images: in [0, 1], one or more.
-    """
+    """Return the colour covariance of differences between adjacent normalised pixels, over images in [0, 1]."""
     std = model.std.double().flatten()
     return _of_differences(images.to(model.mean).double()) / (std[:, None] * std)
 
@@ -165,8 +159,7 @@ class Windows:
 
         Args:
             X: normalised patches, of which those that are not free stay as they are.
-            Y: rows that span the changes allowed to a patch, the same for all patches of an image; rows of zeros are
-                allowed.
+            Y: rows that span the changes allowed to a patch, the same for all patches of an image; some may be zero.
             free: slots whose patches may change.
             inside: slots whose pixels count: a window counts only if it lies wholly in them.
             rounds: rounds of reweighting, ≥ 0.
@@ -196,14 +189,18 @@ class Windows:
         The preconditioner is the inverse of a patch's energy by itself, `own`, over the mean weight of its windows.
         """
         patch = round((X.shape[2] / self.shape[0]) ** 0.5)
-        share = F.avg_pool2d(_pad(weights, self.shape).mean(0), patch).flatten(1)[..., None].clamp_min(1e-6)
+        _, height, width = self.shape
+        at_first_pixels = [F.pad(w, (0, width - w.shape[3], 0, height - w.shape[2])) for w in weights]
+        share = F.avg_pool2d(torch.stack(at_first_pixels).mean(0), patch).flatten(1)[..., None].clamp_min(1e-6)
 
         def slope(X: Tensor) -> Tensor:
             """Return half the gradient of the energy by C."""
             image = unpatchify(X, self.shape)
             back = torch.zeros_like(image)
             for bank, w in zip(self.filters, weights, strict=True):
-                back = back + _conv_adjoint(F.conv2d(image, bank) * w, bank)
+                padding = (bank.shape[2] - 1, bank.shape[3] - 1)
+                turned = bank.transpose(0, 1).flip(2, 3)  # `conv_transpose2d` takes several times as long
+                back = back + F.conv2d(F.conv2d(image, bank) * w, turned, padding=padding)
             return (patchify(back, patch) * rows) @ Y.mT
 
         C = conjugate_gradients(lambda C: slope((C @ Y) * rows), -slope(X), steps, lambda r: r @ own / share)
@@ -222,16 +219,6 @@ class Windows:
             z = F.conv2d(F.pad(images, (w, w, h, h)), bank).reshape(*Y.shape[:2], -1)
             H = H + z @ z.mT
         return H
-
-
-def _conv_adjoint(z: Float[Tensor, "b r h v"], bank: Float[Tensor, "r c s t"]) -> Tensor:
-    """Return the adjoint of `conv2d` without padding; `conv_transpose2d` takes several times as long."""
-    return F.conv2d(z, bank.transpose(0, 1).flip(2, 3), padding=(bank.shape[2] - 1, bank.shape[3] - 1))
-
-
-def _pad(weights: list[Tensor], shape: tuple[int, int, int]) -> Float[Tensor, "f b 1 h w"]:
-    """Return the weights of windows at their first pixels, and zero at the last edges."""
-    return torch.stack([F.pad(w, (0, shape[2] - w.shape[3], 0, shape[1] - w.shape[2])) for w in weights])
 
 
 def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Windows:
@@ -313,35 +300,3 @@ def _adjoint(δ: Tensor, dim: int) -> Tensor:
     """Return the adjoint of `diff` along a dimension."""
     edge = δ.new_zeros(*(1 if d == dim else n for d, n in enumerate(δ.shape)))
     return -torch.cat([edge, δ, edge], dim).diff(dim=dim)
-
-
-def conjugate_gradients(
-    product: Map, target: Float[Tensor, "*b n k"], steps: int, precondition: Map = lambda r: r
-) -> Float[Tensor, "*b n k"]:
-    """Return an approximate solution V of product(V) = target, for each of the batch, from V = 0.
-
-    A direction without curvature is not taken: it is one of rounding, where nothing of the target is left.
-
-    Args:
-        product: a linear, symmetric, positive semidefinite map, which acts on each of the batch by itself.
-        target: the right-hand sides.
-        steps: number of steps, all of which are taken.
-        precondition: an approximate inverse of `product`, symmetric and positive.
-    """
-    least = torch.finfo(target.dtype).tiny
-    V, r = torch.zeros_like(target), target
-    p = z = precondition(r)
-    square = _dot(r, z)
-    for _ in range(steps):
-        q = product(p)
-        curvature = _dot(p, q)
-        α = torch.where(curvature > 0, square / curvature.clamp_min(least), 0)  # rounding makes a residual of none
-        V, r = V + α * p, r - α * q
-        z = precondition(r)
-        now = _dot(r, z)
-        p, square = z + now / square.clamp_min(least) * p, now
-    return V
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum((-2, -1), keepdim=True)

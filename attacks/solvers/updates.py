@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solvers.ridge import RTOL, ridge_inverse
+from privlab.attacks.solvers.linear import RTOL, ridge_inverse
 from privlab.base import check_range
 from privlab.patches import patchify
 from privlab.release import Update, rounding_deviation
@@ -127,8 +127,7 @@ def patches_of_levels(
     Rounding each entry of the least-squares solution ignores that the errors of a patch go with those of others. Here
     the patches are rounded one after the other, and each one's share is taken off the equations before the next
     (Babai's nearest plane). The patches that the equations determine best are rounded first (Wübben's sorted QR). The
-    result is the true X where the errors are small enough, and other grey levels where they are not: whoever takes it
-    has to check it.
+    result is the true X where the errors are small enough, and other grey levels where they are not: check it.
 
     Args:
         model: the victim, whose preprocessing says what a grey level is after normalisation.

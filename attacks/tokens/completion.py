@@ -32,12 +32,7 @@ def normalised_tokens(model: VictimModel) -> tuple[Float[Tensor, "d k1"], Float[
 
 
 def patch_prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]:
-    """Return L of S = L Lᵀ = Γ ⊗ (Δ + κ I)⁻¹, with Δ the Laplacian of a patch, and κ for pixels of variance one.
-
-    Args:
-        model: the victim, whose patch size counts.
-        Γ: the colour covariance of differences between adjacent pixels (`photograph_gradients`).
-    """
+    """Return L of S = L Lᵀ = Γ ⊗ (Δ + κ I)⁻¹, with Δ the Laplacian of a patch, and κ for pixels of variance one."""
     p = model.patch
     step = torch.eye(p).to(Γ).diff(dim=0)
     path, eye = step.mT @ step, torch.eye(p).to(Γ)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.func import jacfwd, vmap
 
@@ -34,8 +33,7 @@ _FOUND, _LEAST_DECREASE, _MOST_IDLE = 0.01, 0.05, 4
 cost within so many steps for their search to go on."""
 
 _TRIED = 3
-"""Results of a slot's starts, least residual first, that are refined as tokens: further ones were wrong where these
-were."""
+"""Results of a slot's starts, least residual first, that are refined as tokens."""
 
 _SAME_TOKEN = 0.9  # least cosine of a result and the token that it is refined to: beyond, it is that of another slot
 _STARTS = 8  # Starts of a slot that are searched from at once. The first ones are the patches around it
@@ -57,7 +55,6 @@ class Embeddings(NamedTuple):
             pe: the position embeddings of the slots.
         """
         norm, (W, b) = reads.block.norm1, projection(reads.model)
-        assert isinstance(norm, nn.LayerNorm)
         heard, base, V = reads.heard, b + pe, Y @ W.mT
         unheard = norm.weight[:, None] * torch.linalg.svd(heard, full_matrices=True).Vh[len(heard) :].mT
         U, S, Vh = torch.linalg.svd(V @ unheard, full_matrices=True)
@@ -256,7 +253,6 @@ class _Search:
     def _token(self, z: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return u of an embedded token among others with keys k and values v."""
         attn = self.block.attn
-        assert isinstance(attn, Attention)
         q, own_k, own_v = heads(self.block, z[None])
         k, v = torch.cat([k, own_k], 1), torch.cat([v, own_v], 1)
         o = ((q @ k.mT * attn.scale).softmax(-1) @ v).transpose(0, 1).reshape(1, -1)

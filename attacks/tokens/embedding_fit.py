@@ -44,10 +44,6 @@ class PatchLaw(NamedTuple):
         """Return the law of embedded patches of the prior x ~ N(0, L Lᵀ), with no more unknowns than they tell.
 
         `spread` is the covariance of an embedding less its mean, with a ridge.
-
-        Args:
-            model: the victim, whose projection and position embeddings count.
-            L: the factor of the prior, as `patch_prior` returns it.
         """
         W, b = projection(model)
         U, σ, Vh = torch.linalg.svd(W @ L, full_matrices=False)
@@ -104,8 +100,7 @@ def fit_patches(
     """Return the patches that are likeliest under the law and have these tokens, patches without a token included.
 
     |R (u(c) − u)|² + |c|² with Rᵀ R = (room² I + doubt)⁻¹ is minimised by the Gauss-Newton method, for less and less
-    room, from c that is drawn from N(0, I). Another draw follows if a token is far off in the end; the least cost
-    counts.
+    room, from c that is drawn from N(0, I). Another draw follows if a token is far off in the end; the best counts.
 
     Args:
         model: the victim.
@@ -186,7 +181,6 @@ class _Fit:
     def _factor_of_own(self, v: Float[Tensor, "t d"], L: Tensor) -> Float[Tensor, "n m m"]:
         """Return Cholesky's factors of Jᵀ J + I without what attention carries from patch to patch."""
         norm, own = self.block.norm2, self.places[self.of_patch]
-        assert isinstance(norm, nn.LayerNorm)
         std = (v[own].var(1, correction=0) + norm.eps).sqrt()[:, None]
         t, B = _centred(v[own]) / std, _centred(self.law.B)
         J = (B - (t @ B.mT)[..., None] * t[:, None] / v.shape[1]) * (norm.weight / std)[:, None]

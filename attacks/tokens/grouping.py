@@ -2,7 +2,6 @@
 
 import torch
 from jaxtyping import Float, Int
-from timm.models.vision_transformer import Attention
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -62,7 +61,6 @@ def _memberships(
     m, in which class and register tokens, the same in all images, have m = 1.
     """
     attn, p, f = block.attn, len(prefix), len(z)
-    assert isinstance(attn, Attention)
     q, k, v = heads(block, torch.cat([prefix, z, asking]))
     k, v = k[:, : p + f], v[:, : p + f]
     weight = (q[:, p + f :] @ k.mT * attn.scale).softmax(-1)
@@ -108,7 +106,6 @@ def _group_patches(
 def heads(block: PreNormBlock, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of tokens, head by head: each is h × t × d/h."""
     attn = block.attn
-    assert isinstance(attn, Attention)
     q, k, v = attn.qkv(block.norm1(z)).view(len(z), 3, attn.num_heads, attn.head_dim).permute(1, 2, 0, 3)
     return attn.q_norm(q), attn.k_norm(k), v
 

@@ -33,11 +33,7 @@ class InputLaw(NamedTuple):
 
     @classmethod
     def of(cls, usual: Float[Tensor, "m t d"]) -> "InputLaw":
-        """Return the law of the inputs of photographs.
-
-        Args:
-            usual: all inputs of each of m photographs, in float64.
-        """
+        """Return the law of the inputs of photographs, by all inputs of each of m of them, in float64."""
         mean = usual.mean(0)
         S = (usual - mean).flatten(0, 1).mT.cov(correction=0)
         return cls(mean, torch.linalg.cholesky(S + _RIDGE * S.diagonal().mean() * torch.eye(len(S)).to(S)))

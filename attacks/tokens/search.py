@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privlab.attacks.tokens.equations import Separated, separate
 from privlab.attacks.tokens.spans import Mlp, Near
-from privlab.base import AtLeast0, AtLeast1, Fraction, check_options, check_range, draw_for, warn
+from privlab.base import AtLeast0, AtLeast1, Checked, Fraction, check_range, draw_for, warn
 from privlab.images import photographs
 from privlab.threat import Observation
 from privlab.victims import PreNormBlock
@@ -19,7 +19,7 @@ FC1, FC2 = "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"
 
 
 @dataclass(frozen=True)
-class TokenSearch:
+class TokenSearch(Checked):
     """The options of an attack that searches for tokens, and the search.
 
     Args:
@@ -51,7 +51,7 @@ class TokenSearch:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        check_options(self)
+        super().__post_init__()
         check_range(self.sure <= self.tolerance, f"sure of {self.name}", "at most tolerance", self.sure)
 
     def tokens(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from privlab.attacks.solvers import conjugate_gradients, linearised
 from privlab.base import gradients_enabled
@@ -95,7 +95,6 @@ def _inverse_of_own(
     the others, because nothing but attention tells of them.
     """
     norm, d, found = block.norm2, v.shape[2], found[..., None, None]
-    assert isinstance(norm, nn.LayerNorm)
     std = (v.var(2, correction=0, keepdim=True) + norm.eps).sqrt()
     t, c = (v - v.mean(2, keepdim=True)) / std, basis - basis.mean(2, keepdim=True)
     J = (c[:, None] - (t @ c.mT)[..., None] * t[:, :, None] / d) * (norm.weight / std / scale)[:, :, None]

@@ -56,7 +56,6 @@ class Reads(NamedTuple):
             block: the first block, whose γ₁ and β₁ are added to the row space of ∂W_qkv.
             count: number of tokens in the release, which bounds the dimensions of the row spaces.
         """
-        assert isinstance(block.norm1, nn.LayerNorm)
         heard, mixed = (row_space(seen.gradients[name][i], count) for name in (QKV, PROJ))
         free = torch.cat([heard, block.norm1.weight[None], block.norm1.bias[None]])
         return cls(seen.model, block, torch.linalg.qr(free.mT).Q.mT, mixed)
@@ -163,7 +162,6 @@ def _equations(slots: Slots, reads: Reads) -> tuple[Float[Tensor, "n e"], Float[
     base, M = slots.known @ W.mT + b + slots.pe, torch.cat([V, free], 1)
     if M.shape[1] + 1 <= (1 - _SPARE_SHARE) * len(M):
         return base + b_p, M
-    assert isinstance(reads.block.norm1, nn.LayerNorm)
     γ = reads.block.norm1.weight  # the component of γ₁ ⊙ z outside the span of `heard` is zero
     unheard = γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
     M = torch.cat([M, torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
@@ -245,7 +243,6 @@ def embeddings_of_tokens(u: Float[Tensor, "f d"], reads: Reads, sharpen: int, in
     model, block = reads.model, reads.block
     t, prefix, count = _centre(block, u), known_tokens(model)[0], model.vit.patch_embed.num_patches
     W_p, b_p = _attention_adds(block)
-    assert isinstance(block.norm1, nn.LayerNorm)
     mixed = torch.cat([W_p @ reads.mixed.mT, b_p[:, None]], 1)[:, : len(reads.mixed) + int(b_p.any())]
     Z = torch.linalg.qr(reads.heard.mT / block.norm1.weight[:, None]).Q  # a constant is among them
     M = torch.cat([Z, mixed], 1)
@@ -298,7 +295,6 @@ def _free_directions(reads: Reads) -> Float[Tensor, "d m"]:
 
 def _attention_adds(block: PreNormBlock) -> tuple[Float[Tensor, "d d"], Float[Tensor, " d"]]:
     """Return the matrix and the bias of attention's projection, with the block's layer scale in them."""
-    assert isinstance(block.attn.proj, nn.Linear)
     W, b = block.attn.proj.weight.detach(), block.attn.proj.bias
     scale = torch.as_tensor(block.ls1(torch.ones_like(W[:, 0])))
     return scale[:, None] * W, scale * (torch.zeros_like(W[:, 0]) if b is None else b.detach())

@@ -6,7 +6,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
-from timm import layers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -35,12 +34,7 @@ class Mlp:
     def of(cls, block: PreNormBlock) -> "Mlp":
         """Return the MLP of a pre-norm block, with the normalisation before it."""
         norm, mlp = block.norm2, block.mlp
-        assert isinstance(norm, nn.LayerNorm)
-        assert isinstance(mlp, layers.Mlp)
-        assert isinstance(mlp.act, nn.Module)
         fc1, fc2 = mlp.fc1, mlp.fc2
-        assert isinstance(fc1, nn.Linear)
-        assert isinstance(fc2, nn.Linear)
         W1, W2 = fc1.weight.detach().double(), fc2.weight.detach().double()
         γ, β = norm.weight.detach().double(), norm.bias.detach().double()
         b1 = torch.zeros_like(W1[:, 0]) if fc1.bias is None else fc1.bias.detach().double()
@@ -182,12 +176,7 @@ class Near(NamedTuple):
 
 
 def packed(rows: Float[Tensor, "b s d"], kept: Bool[Tensor, "b s"]) -> tuple[Float[Tensor, "b k d"], list[int]]:
-    """Return the rows of each release that are kept, with rows of NaN below where others have more, and their numbers.
-
-    Args:
-        rows: rows of each release.
-        kept: which of them are kept, on any device.
-    """
+    """Return the rows of each release that are kept, rows of NaN below where others have more, and their numbers."""
     counts = kept.sum(1).tolist()
     order = kept.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
     kept, order = (of[..., None].to(rows.device) for of in (kept.gather(1, order), order))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from privlab.attacks.solvers import photograph_gradients, token_count
 from privlab.attacks.tokens import (
@@ -25,17 +25,17 @@ from privlab.attacks.tokens import (
     separate_inputs,
     tokens_of,
 )
-from privlab.base import AtLeast1, Fraction, PrivlabError, check_options, draw_for, warn
+from privlab.base import AtLeast1, Checked, Fraction, PrivlabError, draw_for, warn
 from privlab.release import as_gradients
 from privlab.threat import Capability, Client, Observation, Reconstruction
-from privlab.victims import PreNormBlock, VictimModel, first_block, why_no_plain_block
+from privlab.victims import PreNormBlock, first_block, why_no_plain_block
 
 _PATH = "blocks.0.mlp.adapter"
 _DOWN, _BIAS, _UP = (f"{_PATH}.{name}" for name in ("down.weight", "down.bias", "up.weight"))
 
 
 @dataclass(frozen=True)
-class AdapterSeparation:
+class AdapterSeparation(Checked):
     """Recover the image of a client that trains bottleneck adapters alone, from those of the first block.
 
     Idea: The gradients of an adapter behind the first MLP span what that MLP gives for each token, and only true tokens
@@ -98,8 +98,6 @@ class AdapterSeparation:
     tolerance: Fraction = 1e-5
     seed: int = 0
 
-    __post_init__ = check_options
-
     @staticmethod
     def refuses(client: Client) -> str | None:
         """Return why an update is not read: it is of no adapters, or no gradient of one step."""
@@ -139,15 +137,24 @@ class AdapterSeparation:
         seen, block = as_gradients(seen), first_block(model)
         law = InputLaw.of(tokens_of(block, model.embed(mirrored(seen))))
         patches = PatchLaw.of(model, patch_prior(model, photograph_gradients(model, seen.photographs)))
-        found: list[tuple[Tensor, Tensor, int, int]] = []
-        for i in range(len(seen.gradients[_BIAS])):
-            outputs = self._outputs(seen, block, law, i) if beyond is None else None
-            draw = draw_for(self.seed, self.name, "fit")
-            found.append(_image(model, block, outputs, law, patches, draw))
-        X, known, tokens, sure = zip(*found, strict=True)
+        count, p = len(seen.gradients[_BIAS]), model.vit.num_prefix_tokens
+        X = patches.M.new_zeros(count, len(patches.base), patches.M.shape[1])
+        known = torch.zeros(X.shape[:2], dtype=torch.bool, device=X.device)
+        counts = torch.zeros(2, count, dtype=torch.long, device=X.device)  # outputs of the MLP, and inputs of it
+        for i in range(count) if beyond is None else ():
+            outputs = self._outputs(seen, block, law, i)
+            counts[0, i] = len(outputs.u)
+            if not len(outputs.u):
+                continue
+            inputs = invert_mlp(*_mlp(block), outputs.u, law).found()
+            counts[1, i] = len(inputs.u)
+            if not len(inputs.u):
+                continue
+            places = places_of_tokens(model, block, inputs, patches)
+            X[i] = fit_patches(model, block, inputs, places, patches, draw_for(self.seed, self.name, "fit"))
+            known[i, places[places >= p] - p] = True
         W, _ = projection(model)
-        X = complete_image(model, torch.stack(X), torch.stack(known), seen.photographs, frozen=len(W) <= W.shape[1])
-        counts = (torch.tensor(each, device=X.device) for each in (tokens, sure))
+        X = complete_image(model, X, known, seen.photographs, frozen=len(W) <= W.shape[1])
         return Reconstruction(model.to_images(X), None, None, None, *counts)
 
     def _outputs(self, seen: Observation, block: PreNormBlock, law: InputLaw, i: int) -> Separated:
@@ -168,29 +175,7 @@ class AdapterSeparation:
         )
 
 
-def _image(
-    model: VictimModel,
-    block: PreNormBlock,
-    outputs: Separated | None,
-    law: InputLaw,
-    patches: PatchLaw,
-    draw: torch.Generator,
-) -> tuple[Float[Tensor, "n k"], Bool[Tensor, " n"], int, int]:
-    """Return the patches of one image, which of them have a token, and the numbers of outputs and of inputs found."""
-    p, none = model.vit.num_prefix_tokens, torch.zeros(len(patches.base), dtype=torch.bool, device=model.mean.device)
-    grey = patches.M.new_zeros(len(none), patches.M.shape[1])
-    if outputs is None or not len(outputs.u):
-        return grey, none, 0, 0
-    inputs = invert_mlp(*_mlp(block), outputs.u, law).found()
-    if not len(inputs.u):
-        return grey, none, len(outputs.u), 0
-    places = places_of_tokens(model, block, inputs, patches)
-    X = fit_patches(model, block, inputs, places, patches, draw)
-    return X, none.index_fill(0, places[places >= p] - p, value=True), len(outputs.u), len(inputs.u)
-
-
 def _mlp(block: PreNormBlock) -> tuple[Mlp, Float[Tensor, " d"]]:
     """Return the MLP without its adapter, and the bias of its second layer."""
-    mlp, fc2 = Mlp.of(block), block.mlp.get_submodule("fc2")
-    assert isinstance(fc2, nn.Linear)
+    mlp, fc2 = Mlp.of(block), block.mlp.fc2
     return mlp, torch.zeros_like(mlp.β) if fc2.bias is None else fc2.bias.detach()

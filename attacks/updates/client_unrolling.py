@@ -81,8 +81,7 @@ class ClientUnrolling(RoundUnrolling):
        are taken off: that undoes what later steps added to its tokens. Where position embeddings are frozen A is not
        released, and the images are those of steps 1 to 3.
 
-    It needs K (N + p) < D for N patches and p prefix tokens. Images that are not found are grey, or as far as their
-    tokens were found.
+    Images that are not found are grey, or as far as their tokens were found.
 
     Exact if: K (N + p) < D for K clients of one image each after several steps of SGD, N patches and p prefix tokens,
     the images have 256 grey levels, and every token of one image, then of the next, is found.
@@ -132,8 +131,7 @@ class ClientUnrolling(RoundUnrolling):
         """Reconstruct the images of the clients of each mean, in no order, and count the tokens that were found.
 
         Raises:
-            PrivlabError: if the observation is no mean of updates that this attack reads, or attention depends on
-                places.
+            PrivlabError: if the observation is no mean of updates that this attack reads, or attention reads places.
         """
         client = self.client_of(seen, "the mean of updates by SGD, of one image each")
         usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))

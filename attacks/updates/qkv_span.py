@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privlab.attacks.solvers import Smoothness, photograph_gradients, token_count
 from privlab.attacks.tokens import QKV, normalised_tokens
-from privlab.base import AtLeast1, PrivlabError, check_options, gradients_enabled, warn
+from privlab.base import AtLeast1, Checked, PrivlabError, gradients_enabled, warn
 from privlab.release import as_gradients
 from privlab.threat import Capability, Client, Observation
 from privlab.victims import VictimModel, why_no_plain_block
@@ -29,7 +29,7 @@ _RANK_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class QkvSpan:
+class QkvSpan(Checked):
     """Find the likeliest image whose tokens span the row space of ∂ℓ/∂W_qkv, or of LoRA's ∂ℓ/∂B, of the first block.
 
     Idea: Whoever trains queries, keys and values, or LoRA's mixtures of them, shows the space that an image's tokens
@@ -47,8 +47,7 @@ class QkvSpan:
     2. Where not, the image minimises Σ √(ε² + δᵀ Γ⁻¹ δ) − (d − N − p) log |det M| under these equations, with δ the
        differences of adjacent pixels and M the coordinates of the tokens σ_n A u_n in T. The determinant is the
        density of a row space: M T has the volume |det M|^(d − N − p) dM dT. Without it the likeliest image under the
-       equations is one of little contrast, which is the start. Both are found by L-BFGS, the second for less and less
-       ε.
+       equations is one of little contrast, which is the start. Both are found by L-BFGS, the second for falling ε.
 
     Exact if: d − N − p ≥ K + 1 for one step of SGD on one image with N patches of K values and p prefix tokens, where d
     = r for LoRA with B = 0, and d = D if queries, keys and values are trained whole.
@@ -83,8 +82,6 @@ class QkvSpan:
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
     steps: AtLeast1 = 300
-
-    __post_init__ = check_options
 
     @staticmethod
     def refuses(client: Client) -> str | None:

@@ -61,12 +61,10 @@ class RoundUnrolling(TokenSearch):
 
     Steps: tokens of the first step → its image, by attention → make the step again, take it off
 
-    Algorithm: The update is Σ_s a_s g_s over the steps s, each at its own weights; the server knows those of the first
-    step.
+    Algorithm: The update is Σ_s a_s g_s over the steps s, each at its own weights; the server knows the first.
 
     1. The tokens u_n of the first image lie in the row space of what ∂W_fc1 sums over all steps, and their h_n, at θ_0,
-       in that of ∂W_fc2: they are separated as in `token-separation`. Those of later images do so at later weights
-       alone, and are not found.
+       in that of ∂W_fc2: they are separated as in `token-separation`. Those of later images are not found.
     2. Position embeddings give the slots of the tokens (`slots_by_law`). Attention, evaluated on what is found, gives
        embedded patches z from tokens; a missing token is searched for as a function of its own z, which has few
        unknowns: x lies in the row space of ∂W, and γ₁ ⊙ z in that of ∂W_qkv (`complete_tokens`).
@@ -76,8 +74,7 @@ class RoundUnrolling(TokenSearch):
     5. That share is taken off, and the search goes on at the weights after the step. The image of a step that is left
        alone solves Aᵀ X = G, as in `patch-update`.
 
-    It needs T (N + p) < D for T steps, N patches and p prefix tokens. In later passes the images are known already.
-    Images that are not found are grey: all those after one whose tokens are not found.
+    In later passes the images are known already. All images after one whose tokens are not found are grey.
 
     Exact if: T (N + p) < D for rounds of T steps of SGD with one image in each, N patches and p prefix tokens, the
     images have 256 grey levels, and every token of an image is found.

@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError, check_range, linear_sum_assignment
+from privlab.attacks.weights.weight_matching import check_alike
+from privlab.base import check_range, linear_sum_assignment
 from privlab.keys.cloak import RATIOS, SCALES
 from privlab.threat import Capability
 
@@ -69,7 +70,7 @@ class CloakMatching:
         Raises:
             PrivlabError: if the two models do not hold the same matrices, or values that are not finite.
         """
-        _check(seen)
+        check_alike(seen.cloaked, seen.base)
         orders, weights = {}, {}
         for name, cloaked in seen.cloaked.items():
             W, base = cloaked.double(), seen.base[name].double()
@@ -83,15 +84,6 @@ def uncloaked_fraction(found: Uncloaked, truth: Mapping[str, Int[Tensor, " _"]])
     """Return the share of rows of all matrices whose place was recovered, in [0, 1]."""
     right = torch.cat([found.orders[name] == order for name, order in truth.items()])
     return right.double().mean().item()
-
-
-def _check(seen: CloakObservation) -> None:
-    for name in sorted(seen.cloaked.keys() | seen.base.keys()):
-        shapes = [tuple(of[name].shape) if name in of else "none" for of in (seen.cloaked, seen.base)]
-        if shapes[0] != shapes[1]:
-            raise PrivlabError(f"Both models must have '{name}' of one shape. Found {shapes[0]} and {shapes[1]}.")
-        if not all(of[name].isfinite().all() for of in (seen.cloaked, seen.base)):
-            raise PrivlabError(f"Weights that are not finite cannot be matched. Found NaN or infinity in '{name}'.")
 
 
 def _without(rows: Float[Tensor, "u d"], v: Float[Tensor, " d"]) -> Float[Tensor, "u d"]:

@@ -133,24 +133,27 @@ def recovered_fraction(recovered: Int[Tensor, " d"], truth: Int[Tensor, " d"]) -
 
 def _both(seen: WeightObservation) -> tuple[_Weights, _Weights]:
     encrypted, base = (_backbone(state, seen.layout) for state in (seen.encrypted, seen.base))
+    check_alike(encrypted, base)
+    return _read(encrypted, seen), _read(base, seen)
+
+
+def check_alike(encrypted: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> None:
+    """Raise PrivlabError if two models do not hold the same tensors, or values that are not finite."""
     for name in sorted(encrypted.keys() | base.keys()):
-        shapes = [tuple(state[name].shape) if name in state else "none" for state in (encrypted, base)]
+        shapes = [tuple(of[name].shape) if name in of else "none" for of in (encrypted, base)]
         if shapes[0] != shapes[1]:
             raise PrivlabError(
                 "The encrypted and the public model must have one architecture. "
                 f"Found '{name}' of shape {shapes[0]} and {shapes[1]}."
             )
-    return _read(encrypted, seen), _read(base, seen)
+        if not all(of[name].isfinite().all() for of in (encrypted, base)):
+            raise PrivlabError(f"Weights that are not finite cannot be matched. Found NaN or infinity in '{name}'.")
 
 
 def _backbone(state: Mapping[str, Tensor], layout: WeightLayout) -> dict[str, Tensor]:
     """Return the tensors that a key permutes, by name in a fixed order."""
     names = (n for n in sorted(state) if n in layout.outer or layout.layer.fullmatch(n))
-    backbone = {name: state[name].detach().float().cpu() for name in names}
-    for name, tensor in backbone.items():
-        if not tensor.isfinite().all():
-            raise PrivlabError(f"Weights that are not finite cannot be matched. Found NaN or infinity in '{name}'.")
-    return backbone
+    return {name: state[name].detach().float().cpu() for name in names}
 
 
 def _read(state: Mapping[str, Tensor], seen: WeightObservation) -> _Weights:

@@ -5,14 +5,14 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base import Share, check_options
+from privlab.base import Checked, Share
 from privlab.patches import bits
 from privlab.threat import Draws, Effects, Sent
 from privlab.victims import VictimModel
 
 
 @dataclass(frozen=True)
-class BatchShuffle:
+class BatchShuffle(Checked):
     """Draw a share of the batch's patch tokens and shuffle them among all images; class and register tokens stay.
 
     Idea: The client exchanges patch tokens between the images of a batch before it sends them. The server's attention
@@ -20,8 +20,7 @@ class BatchShuffle:
 
     Steps: draw a share of the tokens → shuffle among all images
 
-    Algorithm: The server's attention then mixes the patches of different images, and the client restores the order of
-    its outputs. Unlike `row-permutation`, this changes the utility.
+    Algorithm: The client restores the order of its outputs.
 
     Fails if: rows carry public position embeddings: these put the rows back, but do not say to which image they belong.
 
@@ -43,8 +42,6 @@ class BatchShuffle:
     acts_as: ClassVar[Effects] = Effects(rows="mixed")
 
     share: Share = 1.0
-
-    __post_init__ = check_options
 
     def secret_bits(self, model: VictimModel, together: int) -> float:
         """Return log₂ of the number of ways in which k of n patch tokens of a batch can move: n! / (n − k)!."""

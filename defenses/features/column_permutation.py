@@ -13,14 +13,12 @@ class ColumnPermutation:
     """Send Z P_C instead of Z to a server whose weights are keyed by P_C; the client restores the order of the outputs.
 
     Idea: The client sends its features with their columns in a secret order, to a server whose weights are stored in
-    that order. The server computes as before, and the client puts the outputs back. The order is one key for the whole
-    model.
+    that order. The server computes as before, and the client puts the outputs back. The order is the key of a model.
 
     Steps: features Z → permute the columns: Z P_C
 
     Algorithm: With the weights of Eq. 6, 12 and 13, outputs are T(Z) P_C and gradients are permuted in the same way
-    (Theorems 4.4 and 4.5), so the utility does not change. P_C is drawn once for a model, because its weights depend on
-    it.
+    (Theorems 4.4 and 4.5), so the utility does not change. P_C is drawn once for a model: its weights depend on it.
 
     Fails if: there is a class token, whose row is public: sorting it gives the key. Without it the statistics of the
     columns do, if the base model is public.

@@ -5,17 +5,16 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base import NotNegative, check_options
+from privlab.base import Checked, NotNegative
 from privlab.threat import Draws, Effects, Sent
 
 
 @dataclass(frozen=True)
-class GaussianNoise:
+class GaussianNoise(Checked):
     """Send Z + ε, ε ~ N(0, std²) in every entry, with one generator per image.
 
     Idea: The client adds independent noise to every entry of the features that it sends. The adversary knows the
-    strength of the noise, and not its draw. The better it knows how images look, the more of the noise it can average
-    away.
+    strength of the noise, and not its draw. The better it knows how images look, the more noise it can remove.
 
     Steps: features Z → add ε ~ N(0, std²)
 
@@ -37,8 +36,6 @@ class GaussianNoise:
     order: ClassVar[int] = 80
 
     std: NotNegative = 0.5
-
-    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:

@@ -5,14 +5,14 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from privlab.base import check_options
+from privlab.base import Checked
 from privlab.patches import bits, draw_orders, permute_features
 from privlab.threat import Draws, Effects, Sent
 from privlab.victims import VictimModel
 
 
 @dataclass(frozen=True)
-class RowPermutation:
+class RowPermutation(Checked):
     """Send P_R Z instead of Z, with P_R drawn again for each batch; the client restores the order of the outputs.
 
     Idea: The client sends the rows of its features in a secret order, which is new for each batch. A Transformer treats
@@ -44,8 +44,6 @@ class RowPermutation:
 
     per: Annotated[str, ("batch", "image")] = "batch"
     class_token: bool = True
-
-    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:

@@ -9,17 +9,16 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import AtLeast0, NotNegative, Positive, Share, check_options
+from privlab.base import AtLeast0, Checked, NotNegative, Positive, Share
 from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
-class AdaptiveClipping:
+class AdaptiveClipping(Checked):
     """Release u · min(1, C_t/‖u‖), ‖u‖ over all released parameters, with the bound C_t after t earlier rounds.
 
     Idea: The client scales its update down to a bound on the norm, and says in one bit whether it had to. The server
-    moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries stay as
-    they were.
+    moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries stay.
 
     Steps: update u → scale to norm ≤ C → C follows a quantile
 
@@ -28,8 +27,7 @@ class AdaptiveClipping:
     of the norms. Flower's bit is 1 where the update was clipped: then C goes away from that quantile, up or down.
 
     The earlier rounds are simulated with clients whose updates all have the norm of this one. The server, which draws
-    ε, knows C_t; an adversary who does not has one unknown factor. The noise that the server adds to the sum of the
-    clients protects nobody from the server, and is not part of this.
+    ε, knows C_t; an adversary who does not has one unknown factor.
 
     Fails if: the adversary reads the ratios of the entries: it hides the norm of an update, and nothing else of one
     client, because one factor is on all entries. The noise that a server adds to the sum of the clients comes after the
@@ -61,8 +59,6 @@ class AdaptiveClipping:
     std: NotNegative = 0.05
     rounds: AtLeast0 = 0
     bit: Annotated[str, ("within", "clipped")] = "within"
-
-    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from privlab.base import PositiveShare, check_options
+from privlab.base import Checked, PositiveShare
 from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
-class BinaryWeights:
+class BinaryWeights(Checked):
     """Release m ⊙ g, with m_i = 1 with probability `keep` and 0 otherwise, drawn by each client for each release.
 
     Idea: The client draws a 0 or a 1 for each entry of its update, and sends the products. It was proposed against the
@@ -20,8 +20,7 @@ class BinaryWeights:
 
     Steps: update g → multiply by random 0 or 1
 
-    Algorithm: The zeros show which entries are missing; the others are exact. The server's mean over clients is `keep`
-    times the mean gradient.
+    Algorithm: The server's mean over clients is `keep` times the mean gradient.
 
     Fails if: N < keep · D: the zeros show which entries are missing, and the others are exact, so that enough of them
     determine the image. Several releases of one image reveal more.
@@ -45,8 +44,6 @@ class BinaryWeights:
     acts_as: ClassVar[Effects] = Effects(gradients="pruned")
 
     keep: PositiveShare = 0.5
-
-    __post_init__ = check_options
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the gradients with zeros at random; an image's generator draws in the order of the parameters' names.

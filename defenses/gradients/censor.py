@@ -8,17 +8,16 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import check_options
+from privlab.base import Checked
 from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
-class Censor:
+class Censor(Checked):
     """Release ‖g‖ o / ‖o‖ for the gradient g of each parameter, o = r − (r·g / ‖g‖²) g, with r random and of norm 1.
 
     Idea: The client draws a random gradient for each layer, takes its part along the true one away, and makes it as
-    long. Its authors release the one of 20 such draws that lowers the loss most. Two numbers of each layer's gradient
-    are left.
+    long. Its authors release the one of 20 such draws that lowers the loss most. Two numbers of each layer are left.
 
     Steps: gradient g → random, orthogonal to g → as long as g
 
@@ -53,8 +52,6 @@ class Censor:
     acts_as: ClassVar[Effects] = Effects(gradients="noisy")
 
     projection: Annotated[str, ("paper", "code")] = "paper"
-
-    __post_init__ = check_options
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the random gradients; an image's generator draws for the parameters in the order of their names."""

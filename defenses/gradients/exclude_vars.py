@@ -21,11 +21,9 @@ class ExcludeVars:
 
     Steps: all parameters → leave out those that match
 
-    Algorithm: NVFlare takes a regular expression, or a list of names; a list is `^(name|name)$` here. Its default
-    leaves nothing out.
+    Algorithm: NVFlare takes a regular expression, or a list of names; a list is `^(name|name)$` here.
 
-    Fails if: other parameters suffice: what it leaves in is exact, and other attacks read that. Its default leaves
-    nothing out.
+    Fails if: other parameters suffice: what it leaves in is exact, and other attacks read that.
 
     Cost: It changes what the server trains with, and may slow training down.
 

@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from privlab.base import AtLeast1, NotNegative, Positive, PrivlabError, check_options
+from privlab.base import AtLeast1, Checked, NotNegative, Positive, PrivlabError
 from privlab.threat import Effects, Gradients, Guarantee
 
 DELTA = 1e-5  # the δ for which ε is stated
 
 
 @dataclass(frozen=True)
-class GradientNoise:
+class GradientNoise(Checked):
     """Release g · min(1, C/‖g‖) + ε, ε ~ N(0, (multiplier · C)²), with ‖g‖ over all released parameters of an image.
 
     Idea: The client scales its gradient down to a largest norm, and adds Gaussian noise to every entry. This is the
@@ -26,8 +26,7 @@ class GradientNoise:
     Steps: gradient g → clip to norm C → add N(0, (σ C)²)
 
     Algorithm: The same gradient may be released K times, each time with fresh noise. The mean of K such releases is a
-    sufficient statistic: it holds all that they reveal. So the mean is passed on, to the adversary or to the next
-    defense in a stack.
+    sufficient statistic: it holds all that they reveal. So the mean is passed on.
 
     Fails if: the multiplier is small: it then hides little, and its ε says so. That closed forms fail at a large one is
     no evidence of privacy: the guarantee is (ε, δ).
@@ -53,8 +52,6 @@ class GradientNoise:
     clip: Positive = 1.0
     multiplier: NotNegative = 1.0
     releases: AtLeast1 = 1
-
-    __post_init__ = check_options
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the clipped gradients with noise, or the mean of several such releases.

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from privlab.base import PositiveShare, check_options
+from privlab.base import Checked, PositiveShare
 from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
-class GradientPruning:
+class GradientPruning(Checked):
     """Release the share `keep` of an image's gradient that is largest in magnitude, over all parameters; 0 elsewhere.
 
     Idea: The client releases the largest entries of its gradient, and sets the others to zero. It saves communication,
@@ -20,10 +20,8 @@ class GradientPruning:
 
     Steps: gradient g → keep the largest share
 
-    Algorithm: The adversary sees which entries are missing: they are the zeros.
-
-    Fails if: the entries that are left determine the image: they are exact, and which entries are missing is public. It
-    gives no guarantee.
+    Fails if: the entries that are left determine the image: they are exact, and which are missing is public. It gives
+    no guarantee.
 
     Cost: It changes what the server trains with, and may slow training down.
 
@@ -43,8 +41,6 @@ class GradientPruning:
     acts_as: ClassVar[Effects] = Effects(gradients="pruned")
 
     keep: PositiveShare = 0.1
-
-    __post_init__ = check_options
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the gradients with zeros for all but the largest entries; entries equal to the smallest are kept."""

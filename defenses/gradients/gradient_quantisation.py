@@ -7,14 +7,14 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Generator
 
-from privlab.base import check_options, int8_step, to_int8
+from privlab.base import Checked, int8_step, to_int8
 from privlab.threat import Effects, Gradients
 
 _FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class GradientQuantisation:
+class GradientQuantisation(Checked):
     """Release the gradient rounded to `dtype`, stored in the precision that it had.
 
     Idea: The client rounds its gradient to fewer bits. The rounding error is bounded, and the adversary knows the
@@ -44,8 +44,6 @@ class GradientQuantisation:
     acts_as: ClassVar[Effects] = Effects(gradients="rounded")
 
     dtype: Annotated[str, ("int8", *_FLOATS)] = "int8"
-
-    __post_init__ = check_options
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the rounded gradients."""

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool
 from torch import Generator, Tensor
 
-from privlab.base import AtLeast1, Positive, check_options, check_range
+from privlab.base import AtLeast1, Checked, Positive, check_range
 from privlab.threat import Effects, Gradients
 
 
 @dataclass(frozen=True)
-class PercentilePrivacy:
+class PercentilePrivacy(Checked):
     """Release clip(d, ±γ) where |d| ≥ c, and 0 elsewhere; c is the percentile of |d| over all parameters.
 
     Idea: The client drops the entries of its update below a percentile of the magnitudes, and clips the others. Nothing
@@ -24,9 +24,6 @@ class PercentilePrivacy:
 
     Algorithm: NVFlare divides by the steps T of the round first, if the client states them, and multiplies by them
     last: then the bound is γ T.
-
-    The adversary sees which entries are missing, and which are at the bound. Nothing is drawn at random, so that it
-    gives no differential privacy.
 
     Fails if: few entries are dropped: these follow from the others. Of gradients above its bound the embedding's are
     cut most, and `qkv-completion` reads others. It draws nothing, and gives no guarantee.
@@ -56,7 +53,7 @@ class PercentilePrivacy:
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if a number is out of range."""
-        check_options(self)
+        super().__post_init__()
         check_range(0 <= self.percentile <= 100, f"percentile of {self.name}", "in [0, 100]", self.percentile)
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import AtLeast1, NotNegative, Positive, PositiveShare, PrivlabError, check_options
+from privlab.base import AtLeast1, Checked, NotNegative, Positive, PositiveShare, PrivlabError
 from privlab.threat import Effects, Gradients
 
 _MOST_TESTS = 1000  # the most times that entries are tested; with NVFlare's defaults once or twice is enough
 
 
 @dataclass(frozen=True)
-class SvtPrivacy:
+class SvtPrivacy(Checked):
     """Accept entries by a noisy test of their magnitude, draw some of them, and release these with Laplace noise.
 
     Idea: The client chooses entries of its update by a noisy test of their magnitude. It sends these with Laplace
@@ -66,8 +66,6 @@ class SvtPrivacy:
     tau: NotNegative = 1e-6
     replace: bool = True
     steps: AtLeast1 = 1
-
-    __post_init__ = check_options
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
         """Return the filtered gradients or updates; an image's generator draws for all parameters at once."""

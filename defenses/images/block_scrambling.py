@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from privlab.base import Share, check_options
+from privlab.base import Checked, Share
 from privlab.patches import bits, patchify, permute, shuffle_within, unpatchify
 from privlab.threat import Effects, Feed
 from privlab.victims import VictimModel
 
 
 @dataclass(frozen=True)
-class BlockScrambling:
+class BlockScrambling(Checked):
     """Permute the blocks of an image by one key, and the c·p² values in every block by another; all images share both.
 
     Idea: The client cuts an image into the patches of the model, and puts them in a secret order. It puts the values
@@ -25,8 +25,7 @@ class BlockScrambling:
 
     Steps: permute the blocks by a key → permute the values in each block
 
-    Algorithm: Slot i holds block σ(i), and value k of each block is value π(k) of it, so x̃_i = P_π x_σ(i). A block is
-    a patch of the model, which can then be fine-tuned on encrypted images. Both orders are drawn once for a client.
+    Algorithm: Slot i holds block σ(i), and value k of each block is value π(k) of it, so x̃_i = P_π x_σ(i).
 
     Fails if: the adversary sees several images: one key serves all of them, so that photographs give it away.
     Neighbouring pixels vary together, and borders continue each other.
@@ -54,8 +53,6 @@ class BlockScrambling:
     blocks: Share = 1.0
     pixels: Share = 1.0
     invert: bool = False
-
-    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:

@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from privlab.base import Positive, PrivlabError, check_options
+from privlab.base import Checked, Positive, PrivlabError
 from privlab.threat import Effects, Feed
 
 
 @dataclass(frozen=True)
-class Blur:
+class Blur(Checked):
     """Convolve the image with a Gaussian of standard deviation sigma, cut at 3 sigma; the image is reflected outside.
 
     Idea: The client blurs its image with a Gaussian before it feeds it. What is released is a function of the blurred
@@ -40,8 +40,6 @@ class Blur:
     acts_as: ClassVar[Effects] = Effects(other=True)
 
     sigma: Positive = 3.0
-
-    __post_init__ = check_options
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the blurred images.

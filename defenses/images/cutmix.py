@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import Positive, check_options
+from privlab.base import Checked, Positive
 from privlab.threat import Effects, Feed
 
 
 @dataclass(frozen=True)
-class CutMix:
+class CutMix(Checked):
     """Paste into each image a random rectangle, of area (1 − λ)·h·w, of another image of the batch, at the same place.
 
     Idea: The client pastes a rectangle of another image of its batch into each image. What is released is a function of
@@ -23,7 +23,7 @@ class CutMix:
     Steps: draw λ and a rectangle → paste from another image
 
     Algorithm: λ ~ Beta(alpha, alpha), one draw per image; the rectangle has the image's aspect ratio and is cut at its
-    border. The image of a batch of one does not change.
+    border.
 
     Fails if: the adversary recovers the mixture, which may come back exactly, with all of the image that the rectangle
     leaves. A batch of one image is not changed at all.
@@ -45,8 +45,6 @@ class CutMix:
     acts_as: ClassVar[Effects] = Effects(other=True)
 
     alpha: Positive = 1.0
-
-    __post_init__ = check_options
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the mixed images."""

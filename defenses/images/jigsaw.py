@@ -7,14 +7,14 @@ from typing import Annotated, ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import Share, check_options
+from privlab.base import Checked, Share
 from privlab.patches import bits, jigsaw, masked_slots
 from privlab.threat import Effects, Feed
 from privlab.victims import VictimModel
 
 
 @dataclass(frozen=True)
-class Jigsaw:
+class Jigsaw(Checked):
     """Shuffle the patches of about γ·N block-wise chosen slots among themselves.
 
     Idea: The client chooses blocks of patches, and shuffles these among themselves. The model is fed the shuffled image
@@ -46,8 +46,6 @@ class Jigsaw:
 
     gamma: Share = 0.27
     per: Annotated[str, ("batch", "image")] = "batch"
-
-    __post_init__ = check_options
 
     @property
     def acts_as(self) -> Effects:

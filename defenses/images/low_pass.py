@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PositiveShare, check_options
+from privlab.base import Checked, PositiveShare
 from privlab.threat import Effects, Feed
 
 
 @dataclass(frozen=True)
-class LowPass:
+class LowPass(Checked):
     """Keep the frequencies f of the image with ‖f‖ ≤ radius, in cycles per pixel, and clip the image to [0, 1].
 
     Idea: The client removes the high frequencies of its image before it feeds it. What is released is a function of the
@@ -41,8 +41,6 @@ class LowPass:
     acts_as: ClassVar[Effects] = Effects(other=True)
 
     radius: PositiveShare = 0.05
-
-    __post_init__ = check_options
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the images without their high frequencies."""

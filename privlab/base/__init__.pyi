@@ -23,12 +23,12 @@ from .files import unwritable as unwritable
 from .files import write_whole as write_whole
 from .options import AtLeast0 as AtLeast0
 from .options import AtLeast1 as AtLeast1
+from .options import Checked as Checked
 from .options import Fraction as Fraction
 from .options import NotNegative as NotNegative
 from .options import Positive as Positive
 from .options import PositiveShare as PositiveShare
 from .options import Share as Share
-from .options import check_options as check_options
 from .options import configure as configure
 from .options import options_of as options_of
 from .options import read_numbers as read_numbers

@@ -3,7 +3,7 @@
 A class with a field `config` takes more keys than its fields: `config_types()` returns their types. Such a key may hold
 dots, and its value goes into `config` as a (key, value) pair.
 
-The range of an option stands with its type: `steps: AtLeast1 = 200` and `__post_init__ = check_options`.
+The range of an option stands with its type: `steps: AtLeast1 = 200` in a class that is `Checked`.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from privlab.base.errors import PrivlabError, check_name, check_range, unknown_name
 
@@ -166,16 +166,19 @@ def read_numbers(option: str, text: str) -> tuple[float, ...]:
         raise PrivlabError(f"{option} takes numbers with commas, such as 0,0.27. Found '{text}'.") from None
 
 
-def check_options(part: Any) -> None:  # noqa: ANN401
-    """Raise a PrivlabError for the first option of an attack or a defense that is out of its range.
+class Checked:
+    """An attack or a defense whose options are checked: a number by a range above, `Annotated[str, NAMES]` by names."""
 
-    The range of a number is one of those above. `Annotated[str, NAMES]` takes one of these names.
-    """
-    for name, limit in _limits(type(part)):
-        if isinstance(limit, _Range):
-            check_range(limit.holds(getattr(part, name)), f"{name} of {part.name}", limit.words, getattr(part, name))
-        else:
-            check_name(f"{name} of {part.name}", getattr(part, name), limit)
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Raise a PrivlabError for the first option that is out of its range."""
+        for name, limit in _limits(type(self)):
+            value, what = getattr(self, name), f"{name} of {self.name}"
+            if isinstance(limit, _Range):
+                check_range(limit.holds(value), what, limit.words, value)
+            else:
+                check_name(what, value, limit)
 
 
 @cache

@@ -174,7 +174,7 @@ def run_task(task: Task) -> Result:
                 if place < pictures:
                     files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
                 if place < strips:
-                    files[f"strips/{strip_name(place, strip)}"] = strip_png(strip)
+                    files[f"strips/{strip_name(place, strip, task.case)}"] = strip_png(strip)
         if reconstructions:
             name = hashlib.sha256("\n".join(sorted(reconstructions)).encode()).hexdigest()[:24]
             files[f"kept/{name}.safetensors"] = _saved(reconstructions)

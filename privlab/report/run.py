@@ -1,7 +1,7 @@
 """A run as an object: its records, its table, its verdict, its images, and what they are written to."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,11 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torchvision.transforms.functional import to_tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, first
 from privlab.grids import specification_of
-from privlab.stores import RunDirectory
+from privlab.stores import RunDirectory, places_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,29 +113,33 @@ class Run:
                 tables.append(table.assign(case=case.label, **case.options))
         return pd.concat(tables, ignore_index=True)
 
-    def images(self, attack: str = "private") -> Float[Tensor, "b c h w"]:
-        """Return the images of the first case that the run kept, in 8 bits.
+    def images(self, attack: str = "private", case: int | str = 0) -> Float[Tensor, "b c h w"]:
+        """Return the images of one case that the run kept, in 8 bits.
 
         Args:
             attack: the name of an attack, for its reconstructions; "private" or "fed" (what the client fed).
+            case: the number of the case, from 0, or its label, as the column `case` of a grid's table has it.
 
         Raises:
-            PrivlabError: if none was kept.
+            PrivlabError: if there is no such case, or none of its images was kept.
         """
-        from privlab.stores.strips import pixels_of
-
-        hashes = dict.fromkeys(self.results.records.query("case == 0").image_sha256)
-        places = (self.results.picture(0, sha256, attack) for sha256 in hashes)
-        found = [pixels_of(place) for place in places if place is not None]
+        labels = [one.label for one in self.results.cases]
+        if case not in (*labels, *range(len(labels))):
+            raise PrivlabError(f"The run has no case {case!r}. Its cases are {first(map(repr, labels))}.")
+        number = labels.index(case) if isinstance(case, str) else case
+        hashes = dict.fromkeys(self.results.records.query("case == @number").image_sha256)
+        places = (self.results.picture(number, sha256, attack) for sha256 in hashes)
+        found = [to_tensor(place.open()) for place in places if place is not None]
         if not found:
-            raise PrivlabError(f"No image of '{attack}' was kept in '{self.path}'.")
+            raise PrivlabError(f"No image of '{attack}' of the case '{labels[number]}' was kept in '{self.path}'.")
         return torch.stack(found)
 
     def plot(self, kind: str, *, x: str | None = None, y: str = "psnr") -> "Figure":
         """Return a figure.
 
         Args:
-            kind: "curve", "trade-off", "distribution", "sheet", "claim" or "strips".
+            kind: "curve", "trade-off", "distribution", "sheet", "claim" or "strips": those of the first images, of
+                each specification of a grid, with the cases that they show as titles.
             x: for a curve, the option that its cases differ in; for a trade-off, the metric of utility.
             y: the metric.
 
@@ -173,8 +178,17 @@ class Run:
         shutil.copytree(self.path, path, dirs_exist_ok=True)
         return Run(Path(path))
 
-    def _strips(self) -> list[Path]:
-        return sorted(self.path.glob("strips/*.png"))[:STRIPS_SHOWN]
+    def _strips(self) -> dict[Path, str]:
+        """Return strips of the first images, each with the cases that it shows; of a grid, some for all its cases."""
+        cases = self.results.records.groupby("cell").case.unique()
+        titles: dict[Path, str] = {}
+        for file in sorted(self.path.glob("strips/*.png"), key=lambda file: file.stem):
+            cells = {panel.partition("-")[0] for panel, _ in places_of(file)}
+            shown = {number for cell in cells & {*cases.index} for number in cases[cell]}
+            titles[file] = "; ".join(self.results.cases[number].label for number in sorted(shown))
+        each = max(1, STRIPS_SHOWN // max(1, len({*titles.values()})))
+        files = pd.Series(titles, dtype=object)
+        return files.groupby(files, sort=False).head(each).to_dict()
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -182,8 +196,9 @@ class Run:
         from privlab.images import data_uri
 
         strips = "".join(
-            f'<img src="{data_uri("png", file.read_bytes())}" alt="{escape(file.stem)}" style="max-width:100%">'
-            for file in self._strips()
+            f'<figure><figcaption>{escape(title)}</figcaption><img src="{data_uri("png", file.read_bytes())}" '
+            f'alt="{escape(file.stem)}" style="max-width:100%"></figure>'
+            for file, title in self._strips().items()
         )
         verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
         shown = self.table()[[*_SHOWN, *self.results.layout.columns]]
@@ -192,20 +207,24 @@ class Run:
 
 _SHOWN = ("victim", "setting", "defense", "attack", "n", "exact")
 STRIPS_SHOWN = 3
-"""The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""
+"""The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file. A grid with more
+specifications shows one of each."""
 
 
-def _strips_figure(files: Sequence[Path]) -> "Figure":
-    """Return a figure of strips, one below the other."""
+def _strips_figure(strips: Mapping[Path, str]) -> "Figure":
+    """Return a figure of strips, one below the other, each under its title."""
     from matplotlib.figure import Figure
     from PIL import Image
 
-    if not files:
+    if not strips:
         raise PrivlabError("The run kept no strips.")
-    strips = [Image.open(file) for file in files]
-    shown = Figure(figsize=(10, sum(10 * strip.height / strip.width for strip in strips)))
-    for axes, strip in zip(shown.subplots(len(strips), squeeze=False)[:, 0], strips, strict=True):
-        axes.imshow(strip)
+    images = [Image.open(file) for file in strips]
+    shown = Figure(figsize=(10, sum(10 * image.height / image.width + 0.3 for image in images)), layout="constrained")
+    for axes, image, title in zip(
+        shown.subplots(len(strips), squeeze=False)[:, 0], images, strips.values(), strict=True
+    ):
+        axes.imshow(image)
+        axes.set_title(title, fontsize="small", loc="left")
         axes.axis("off")
     return shown
 

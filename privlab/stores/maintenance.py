@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from filecmp import cmp
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from privlab.base import PrivlabError
 from privlab.evaluation import EXACT_DB
 from privlab.metrics import DECIBELS, METRICS
 from privlab.stores.store import KEY, RunDirectory, Store, part_frame
+
+_MERGED = ("records/part-*.parquet", "kept/*.safetensors", "pictures/**/*.png", "strips/*.png")
 
 _SCORE_TOLERANCE = 1e-4
 """Relative difference above which two scores of a record contradict each other; smaller ones are float32's rounding."""
@@ -98,23 +101,18 @@ def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
     stores = [existing(source) for source in sources]
     run = RunDirectory.create(target, resume=True)
     for store in stores:
-        for file in _files(store.path):
+        for file in chain.from_iterable(sorted(store.path.glob(pattern)) for pattern in _MERGED):
             name = file.relative_to(store.path)
             if file.suffix == ".parquet" and (target / name).exists() and not cmp(target / name, file, shallow=False):
                 name = name.with_stem(f"{name.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}")
             if not (target / name).exists():
                 run.write_file(str(name), file.read_bytes())
-    if not run.is_run():
+    if not run.begun():
         first = next((source for source in sources if (source / "run.json").exists()), None)
         if first is not None:
             run.write_run(RunDirectory(first).read_run())
             run.write_manifests({file.name: file.read_text("utf-8") for file in RunDirectory(first).manifests})
     return list(_conflicts(part_frame(run.store.read())))
-
-
-def _files(path: Path) -> Iterator[Path]:
-    for pattern in ("records/part-*.parquet", "kept/*.safetensors", "pictures/**/*.png", "strips/*.png"):
-        yield from sorted(path.glob(pattern))
 
 
 def existing(path: Path) -> Store:

@@ -45,8 +45,12 @@ class Store:
     path: Path
 
     def __post_init__(self) -> None:
-        """Check the path."""
-        _check_text(self.path)
+        """Check that the locale can read the path as text: Parquet files could not be opened there otherwise."""
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError:
+            name = os.fsencode(self.path).decode("ascii", "backslashreplace")
+            raise PrivlabError(f"'{name}' is no text in this locale, as the directory of a run must be.") from None
 
     @property
     def records(self) -> Path:
@@ -86,27 +90,27 @@ class Store:
         except (pa.ArrowException, OSError):  # one of them is no part
             table = None
         if table is None or table["schema"].null_count:
-            table = _read(list(self._sound(parts, asked)), asked)
+            table = pa.concat_tables([_read([], asked), *self._sound(parts, asked)])
         return _migrate(table, self.path).select(wanted)
 
     def frame(self) -> "pd.DataFrame":
         """Return every record once: rows of one record that hold different metrics are joined."""
         return merge_records(part_frame(self.read()))
 
-    def _sound(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Path]:
-        """Yield the parts that can be read; the others are set aside, never deleted."""
+    def _sound(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the rows of each part that can be read; the others are set aside, never deleted."""
         for part in parts:
             try:
-                if {"schema", "attack", "image"} <= set(pq.read_schema(part).names):
-                    _read([part], columns)
-                    yield part
-                    continue
-                reason = "it holds no records"
+                table = _read([part], columns)
             except FileNotFoundError:  # another process has set it aside
                 continue
             except (pa.ArrowException, OSError) as error:
-                reason = str(error).partition("\n")[0].rstrip(".")
-            self._leave_out(part, reason)
+                self._leave_out(part, str(error).partition("\n")[0].rstrip("."))
+                continue
+            if table["schema"].null_count:
+                self._leave_out(part, "it holds no records")
+            else:
+                yield table
 
     def _leave_out(self, file: Path, reason: str) -> None:
         """Move a file aside, if the directory is a run that can be written, and say so."""
@@ -118,15 +122,6 @@ class Store:
                 file.rename(aside / (f"{file.stem}-{uuid.uuid4().hex[:8]}{file.suffix}" if there else file.name))
                 where = f"moved to {aside}"
         warn(f"{file.name} is no part of a store ({reason}): {where}.", 4)
-
-
-def _check_text(path: Path) -> None:
-    """Refuse a path with bytes that the locale cannot read as text: Parquet files could not be opened there."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        name = os.fsencode(path).decode("ascii", "backslashreplace")
-        raise PrivlabError(f"'{name}' is no text in this locale, as the directory of a run must be.") from None
 
 
 def part_frame(table: pa.Table) -> "pd.DataFrame":
@@ -157,23 +152,16 @@ def merge_records(frame: "pd.DataFrame") -> "pd.DataFrame":
 
 def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
     """Return these columns of all parts; rows are packed while they are read, since there may be ten thousand parts."""
+    import pyarrow.dataset as ds  # it imports pandas
+
     fields = [COLUMNS.field(name) for name in columns]
-    strings = [field.name for field in fields if pa.types.is_string(field.type)]
-    coded = pa.schema([f.with_type(pa.dictionary(pa.int32(), f.type)) if f.name in strings else f for f in fields])
+    strings = {f.name: f.with_type(pa.dictionary(pa.int32(), f.type)) for f in fields if pa.types.is_string(f.type)}
+    coded = pa.schema([strings.get(field.name, field) for field in fields])
+    form = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=[*strings]))
     tables = [coded.empty_table()]
     for start in range(0, len(parts), 128):
-        group: list[pa.Table] = []
-        for part in parts[start : start + 128]:
-            table = None
-            with suppress(KeyError):  # it lacks one of the columns
-                table = pq.ParquetFile(part, read_dictionary=strings, pre_buffer=False).read(columns, use_threads=False)
-            if table is None or table.schema != coded:  # written by an older version, or by another program
-                import pyarrow.dataset as ds  # it imports pandas
-
-                form = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
-                table = ds.dataset(str(part), schema=coded, format=form).to_table(list(columns))
-            group.append(table.replace_schema_metadata())
-        tables.append(pa.concat_tables(group).unify_dictionaries().combine_chunks())
+        group = ds.dataset([str(part) for part in parts[start : start + 128]], schema=coded, format=form)
+        tables.append(group.to_table(list(columns)).unify_dictionaries().combine_chunks())
     return pa.concat_tables(tables)
 
 
@@ -222,14 +210,14 @@ class RunDirectory:
         run.check(overwrite=overwrite, resume=resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if run.is_run():
+            if run.begun():
                 if overwrite:
                     run._clear()
-                for folder in (path, run.store.records, run.strips, path / "kept", *path.glob("pictures/*/")):
+                for folder in (path, run.store.records, path / "strips", path / "kept", *path.glob("pictures/*/")):
                     delete_unfinished(folder)
             run.store.records.mkdir(exist_ok=True)
             if not resume:
-                run.strips.mkdir(exist_ok=True)
+                (path / "strips").mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(path, error) from error
         return run
@@ -240,7 +228,7 @@ class RunDirectory:
         Raises:
             PrivlabError: if it holds another run or foreign files, or cannot be read.
         """
-        _check_text(self.path)
+        parts = self.store.parts
         try:
             if not self.path.exists():
                 return
@@ -248,21 +236,16 @@ class RunDirectory:
             held = sorted(entry.name for entry in there if not entry.is_dir() or any(entry.iterdir()))
         except OSError as error:
             raise unwritable(self.path, error) from error
-        if self.is_run():
+        if self.begun():
             if not overwrite and not resume:
                 raise PrivlabError(f"'{self.path}' holds another run. Use --overwrite, or another --out.")
-        elif held and not (resume and self.store.parts()):
+        elif held and not (resume and parts()):
             raise PrivlabError(f"'{self.path}' holds files of something else ({held[0]}). Give a new or empty --out.")
 
     @property
     def store(self) -> Store:
         """Return the records."""
         return Store(self.path)
-
-    @property
-    def strips(self) -> Path:
-        """Return the folder of the strips."""
-        return self.path / "strips"
 
     @property
     def manifests(self) -> list[Path]:
@@ -328,16 +311,7 @@ class RunDirectory:
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write a file of the run, such as an image, whole or not at all."""
-        path = self.path / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(path, error) from error
-        write_whole(path, lambda temporary: temporary.write_bytes(content), durable=False)
-
-    def is_run(self) -> bool:
-        """Return whether a run was written here."""
-        return bool(self.begun())
+        write_whole(self.path / name, lambda temporary: temporary.write_bytes(content), durable=False)
 
     def begun(self) -> dict[str, Any]:
         """Return what `run.json` states of the part of a run that is here; empty where none is."""
@@ -348,7 +322,7 @@ class RunDirectory:
             return {}
 
     def _clear(self) -> None:
-        for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):
+        for folder in (self.store.records, self.path / "strips", self.path / "pictures", self.path / "kept"):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (*self.manifests, self.path / "run.json"):
             file.unlink()

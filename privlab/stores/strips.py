@@ -7,6 +7,7 @@ sheets, which show reconstructions of several images.
 import io
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,13 @@ from jaxtyping import Float
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
-from torchvision.transforms.functional import to_tensor
-from torchvision.utils import make_grid
 
+from privlab.base import PrivlabError
 from privlab.evaluation import Panel, Strip
 from privlab.images import png_bytes, to_pil
 
 _SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
+_LETTERS = 31  # the most of a line, which is then no wider than its image
 _ROW, _BORDER = 8, 4
 """Of a contact sheet: the images in a row, and the pixels between them."""
 _TEXT = "privlab strip"  # the keyword of a strip's text
@@ -38,12 +39,36 @@ class Place:
     box: Box | None = None
     scale: int = 1
 
+    def open(self) -> Image.Image:
+        """Return the image in its own size.
 
-def strip_name(index: int, strip: Strip) -> str:
-    """Return the file name of the strip of the image with number `index`."""
+        Raises:
+            PrivlabError: if the file cannot be read as an image.
+        """
+        try:
+            with Image.open(self.file, formats=["PNG"]) as png:
+                return self.cut(png)
+        except (OSError, SyntaxError, ValueError) as error:  # as Pillow says that a file is torn
+            reason = getattr(error, "strerror", None) or error
+            raise PrivlabError(f"'{self.file}' cannot be read as an image: {reason}.") from None
+
+    def cut(self, png: Image.Image) -> Image.Image:
+        """Return the image out of the opened file."""
+        image = png.crop(self.box)
+        return image.resize((image.width // self.scale, image.height // self.scale), Image.Resampling.NEAREST)
+
+
+def strip_name(index: int, strip: Strip, case: int = 0) -> str:
+    """Return the file name of a strip.
+
+    Args:
+        index: the number of the image.
+        strip: names the image and the victim.
+        case: the number of the case; each case of a grid has its own strips.
+    """
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(strip.image).with_suffix("").as_posix()).strip("-")
     victim = re.sub(r"[^A-Za-z0-9_.-]+", "-", strip.victim)
-    return f"{victim}-{index:05d}-{stem[-60:]}.png"
+    return f"{victim}-{index:05d}-{stem[-60:]}" + (f"-case{case}" if case else "") + ".png"
 
 
 def strip_png(strip: Strip) -> bytes:
@@ -53,15 +78,10 @@ def strip_png(strip: Strip) -> bytes:
     """
     height, width = strip.rows[0][0].image.shape[1:]
     scale = max(1, _SIDE // max(height, width))
-    cell = (max(width * scale, _SIDE) + _GAP, height * scale + _GAP + _LINE * _lines(strip.rows))
-    columns = max(len(row) for row in strip.rows)
-    canvas = Image.new("RGB", (_GAP + columns * cell[0], _GAP + len(strip.rows) * cell[1]), "white")
-    boxes = {
-        panel.name: _draw(canvas, panel, (_GAP + c * cell[0], _GAP + r * cell[1]), scale)
-        for r, row in enumerate(strip.rows)
-        for c, panel in enumerate(row)
-    }
-    return _told(canvas, {"image": strip.image_sha256, "scale": scale, "panels": boxes})
+    lines = max(len(_lines(panel)) for row in strip.rows for panel in row)
+    cell = (max(width * scale, _SIDE) + _GAP, height * scale + _GAP + _LINE * lines)
+    canvas, boxes = _draw(strip.rows, cell, _GAP, scale)
+    return _with_text(canvas, {"image": strip.image_sha256, "scale": scale, "panels": boxes})
 
 
 def sheet_png(images: Float[Tensor, "b c h w"], sha256: Sequence[str], panel: str) -> bytes:
@@ -72,21 +92,42 @@ def sheet_png(images: Float[Tensor, "b c h w"], sha256: Sequence[str], panel: st
         sha256: the hash of the private image that each belongs to.
         panel: the name of every panel, the key of the attack's cell.
     """
-    grid = make_grid(images.cpu(), nrow=_ROW, padding=_BORDER, pad_value=1.0)
-    levels = grid.mul(255).add(0.5).clamp(0, 255).byte().permute(1, 2, 0).numpy()
-    height, width = images.shape[2:]
+    panels = [Panel(sha, image.cpu(), ()) for sha, image in zip(sha256, images, strict=True)]
+    rows = [panels[start : start + _ROW] for start in range(0, len(panels), _ROW)]
     border = _BORDER if len(images) > 1 else 0
-    boxes: dict[str, dict[str, Box]] = {}
-    for i, image in enumerate(sha256):
-        x, y = border + i % _ROW * (width + border), border + i // _ROW * (height + border)
-        boxes[image] = {panel: (x, y, x + width, y + height)}
-    return _told(Image.fromarray(levels), {"scale": 1, "images": boxes})
+    height, width = images.shape[2:]
+    canvas, boxes = _draw(rows, (width + border, height + border), border, scale=1)
+    return _with_text(canvas, {"scale": 1, "images": {sha: {panel: box} for sha, box in boxes.items()}})
 
 
-def _told(canvas: Image.Image, what: Mapping[str, object]) -> bytes:
+def _draw(
+    rows: Sequence[Sequence[Panel]], cell: tuple[int, int], gap: int, scale: int
+) -> tuple[Image.Image, dict[str, Box]]:
+    """Draw panels with the lines under them, and return the canvas and where the image of each panel lies."""
+    columns = max(len(row) for row in rows)
+    canvas = Image.new("RGB", (gap + columns * cell[0], gap + len(rows) * cell[1]), "white")
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
+    boxes: dict[str, Box] = {}
+    for r, row in enumerate(rows):
+        for c, panel in enumerate(row):
+            image = to_pil(panel.image)
+            image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+            x, y = gap + c * cell[0], gap + r * cell[1]
+            canvas.paste(image, (x, y))
+            for i, line in enumerate(_lines(panel)):
+                draw.text((x, y + image.height + 2 + i * _LINE), line, "black", font)
+            boxes[panel.name] = (x, y, x + image.width, y + image.height)
+    return canvas, boxes
+
+
+def _lines(panel: Panel) -> list[str]:
+    return [part for line in panel.caption for part in textwrap.wrap(line, _LETTERS)]
+
+
+def _with_text(canvas: Image.Image, content: Mapping[str, object]) -> bytes:
     """Return the bytes of a PNG whose text says what lies where."""
     text = PngInfo()
-    text.add_text(_TEXT, json.dumps(what))
+    text.add_text(_TEXT, json.dumps(content))
     png = io.BytesIO()
     canvas.save(png, "PNG", pnginfo=text)
     return png.getvalue()
@@ -99,8 +140,8 @@ def places_of(path: Path) -> dict[tuple[str, str], Place]:
     """
     try:
         with Image.open(path, formats=["PNG"]) as png:  # pixels are not read yet
-            told, (width, height) = json.loads(png.info[_TEXT]), png.size
-        of, scale = told.get("images") or {told["image"]: told["panels"]}, int(told["scale"])
+            content, (width, height) = json.loads(png.info[_TEXT]), png.size
+        of, scale = content.get("images") or {content["image"]: content["panels"]}, int(content["scale"])
         boxes = {
             (str(name), str(image)): (int(x0), int(y0), int(x1), int(y1))
             for image, panels in of.items()
@@ -123,29 +164,4 @@ def pngs(places: Sequence[Place]) -> list[bytes]:
     if places[0].box is None:
         return [file.read_bytes()]
     with Image.open(file, formats=["PNG"]) as strip:
-        return [png_bytes(_cut(strip, place)) for place in places]
-
-
-def pixels_of(place: Place) -> Float[Tensor, "c h w"]:
-    """Return an image that a run kept, in [0, 1]."""
-    return to_tensor(Image.open(io.BytesIO(pngs([place])[0])))
-
-
-def _cut(strip: Image.Image, place: Place) -> Image.Image:
-    found = strip.crop(place.box)
-    return found.resize((found.width // place.scale, found.height // place.scale), Image.Resampling.NEAREST)
-
-
-def _lines(rows: Sequence[Sequence[Panel]]) -> int:
-    return max(len(panel.caption) for row in rows for panel in row)
-
-
-def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int) -> Box:
-    """Draw a panel with its lines, and return where its image lies."""
-    image = to_pil(panel.image)
-    image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
-    canvas.paste(image, corner)
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
-    for i, line in enumerate(panel.caption):
-        draw.text((corner[0], corner[1] + image.height + 2 + i * _LINE), line, "black", font)
-    return (*corner, corner[0] + image.width, corner[1] + image.height)
+        return [png_bytes(place.cut(strip)) for place in places]

@@ -1,6 +1,7 @@
 """The first block of a victim by its parts, for closed forms that read attention and MLP one after the other."""
 
 import copy
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,10 +23,16 @@ class PreNormBlock(nn.Module):
         block: a block with these parts; its layer scales may be `gamma_1` and `gamma_2`, or missing.
     """
 
+    norm1: nn.LayerNorm
+    norm2: nn.LayerNorm
+    attn: Attention
+    mlp: Mlp
+
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.norm1, self.attn = block.get_submodule("norm1"), block.get_submodule("attn")
-        self.norm2, self.mlp = block.get_submodule("norm2"), block.get_submodule("mlp")
+        parts: Any = block
+        self.norm1, self.attn = parts.norm1, parts.attn
+        self.norm2, self.mlp = parts.norm2, parts.mlp
         self.ls1, self.ls2 = _scale(block, 1), _scale(block, 2)
         self.told = {name: value.detach() for name, value in told_of_places(block).items()}
 
@@ -54,7 +61,7 @@ def first_block(model: VictimModel) -> PreNormBlock:
     It is that of a victim for which `why_no_plain_block` has nothing to say.
     """
     block = PreNormBlock(copy.deepcopy(model.vit.blocks[0])).double().requires_grad_(False)
-    block.attn.fused_attn = False  # pyright: ignore[reportArgumentType]
+    setattr(block.attn, "fused_attn", False)  # noqa: B010  # timm declares it as final
     return block
 
 

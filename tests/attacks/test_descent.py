@@ -34,7 +34,7 @@ def test_adam_is_torchs_with_half_a_cosine() -> None:
         theirs.grad = quartic(theirs.detach(), rows)[1]
         adam.step()
         cosine.step()
-        state = ours.advance(state, quartic, step, steps)
+        state = ours(state, quartic, step, steps)
         assert_close(state["x"], theirs.detach(), rtol=1e-9, atol=1e-12)
 
 
@@ -54,7 +54,7 @@ def after_one_step(evaluate: Evaluate, lr: float) -> tuple[float, int]:
         return evaluate(x, rows)
 
     state = Lbfgs(lr).start(torch.zeros(1, 1, dtype=torch.float64), counted)
-    state = Lbfgs(lr).advance(state, counted, 0, 1)
+    state = Lbfgs(lr)(state, counted, 0, 1)
     return float(state["x"]), len(tried) - 1
 
 
@@ -96,4 +96,4 @@ def test_where_no_step_goes_down_the_point_stays() -> None:
     at, tried = after_one_step(uphill, 1.0)
     assert (at, tried) == (0, 10)
     state = Lbfgs(1.0).start(torch.zeros(1, 1, dtype=torch.float64), uphill)
-    assert Lbfgs(1.0).done(Lbfgs(1.0).advance(state, uphill, 0, 1))
+    assert Lbfgs(1.0).done(Lbfgs(1.0)(state, uphill, 0, 1))

@@ -50,7 +50,7 @@ def test_the_round_is_the_one_that_torch_makes(tiny_model: Model, name: str) -> 
     model, client = tiny_model(unknown=False, **ONE), CLIENTS[name]
     images, labels = pictures(client.images), list(range(client.images))
     seen = sent(model, client, images, labels)
-    made = Round.of(twice_derivable(model), client, list(seen.gradients))(images[None], torch.tensor(labels))
+    made = Round(twice_derivable(model), client, list(seen.gradients))(images[None], torch.tensor(labels))
     wanted = undecayed(model, {name: u[0] for name, u in seen.gradients.items()}, client)
     assert_close(made, wanted, rtol=1e-6, atol=1e-8)  # fused attention rounds more
 
@@ -138,7 +138,7 @@ def test_joined_passes_are_means_of_what_belongs_together() -> None:
 def test_passes_have_images_of_their_own_where_an_order_tells_them_apart(
     tiny_model: Model, client: Client, passes: int, whole: int
 ) -> None:
-    own = Round.of(tiny_model(**ONE), client, [])
+    own = Round(tiny_model(**ONE), client, [])
     assert (own.passes, own.whole_passes) == (passes, whole)
 
 

@@ -364,7 +364,7 @@ def test_lbfgs_solves_each_problem_by_itself() -> None:
     def solved(rows: list[int]) -> Tensor:
         state = Lbfgs(0.1).start(torch.zeros(len(rows), 3).double(), lambda x, i: quadratic(x, torch.tensor(rows)[i]))
         for step in range(60):
-            state = Lbfgs(0.1).advance(state, lambda x, i: quadratic(x, torch.tensor(rows)[i]), step, 60)
+            state = Lbfgs(0.1)(state, lambda x, i: quadratic(x, torch.tensor(rows)[i]), step, 60)
         assert Lbfgs(0.1).done(state)
         return state["best"]
 

@@ -11,18 +11,15 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.decoders import (
-    DECODERS,
-    Decoder,
-    Shape,
-    decoder_for,
-    decoder_key,
-    make_release,
-    train_decoder,
-)
+from privlab.attacks.decoders import DECODERS, Decoder, Shape, make_release
 from privlab.attacks.decoders.networks import Whitening
-from privlab.attacks.decoders.training import Inversion
-from privlab.attacks.features.learned_inversion import InversionConv, InversionMae, InversionSet, InversionToken
+from privlab.attacks.features.learned_inversion import (
+    Inversion,
+    InversionConv,
+    InversionMae,
+    InversionSet,
+    InversionToken,
+)
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
 from privlab.metrics import placement_accuracy, psnr
@@ -35,6 +32,7 @@ from privlab.victims import VictimModel, cache_folder
 Make = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]
 Parts = tuple
+AnyInversion = InversionConv | InversionMae | InversionSet | InversionToken
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +107,7 @@ def test_the_adversary_knows_what_a_defense_does_to_places(tiny_model: Make, def
 # Decoders
 
 
-def attack_of(kind: str, steps: int = 80, **changed: object) -> InversionMae:
+def attack_of(kind: str, steps: int = 80, **changed: object) -> AnyInversion:
     """Return the attack with a small decoder of this kind."""
     (attack,) = (each for each in ATTACKS if each.kind == kind)
     return attack(width=64, depth=1, steps=steps, **changed)  # pyright: ignore[reportArgumentType]
@@ -130,7 +128,7 @@ def test_a_decoder_learns(
     model, seen = tiny_model(), list[TrainingProgress]()
     private, public = crops[:64], crops[64:]
     with listening(seen.append):
-        decoder = train_decoder(public_side(model, (), public), attack_of(kind, steps))
+        decoder = attack_of(kind, steps).trained(public_side(model, (), public))
     assert seen[-1].loss < falls_to * seen[0].loss
     with torch.no_grad():
         images, _ = decoder.reconstruct(make_release(model, (), private.double(), Generator()).features, "kept")
@@ -208,8 +206,9 @@ def test_public_images_are_mirrored_and_rolled(tiny_model: Make, crops: Tensor) 
     """Augmented images are those that went in, moved around the border; without augmentation they stay."""
     model = tiny_model()
     seen, rows = public_side(model, (), crops), torch.arange(8)
-    plain = Inversion(seen, attack_of("mae", augment=False)).batch(rows, Generator())
-    moved = Inversion(seen, attack_of("mae")).batch(rows, Generator().manual_seed(3))
+    still, moving = attack_of("mae", augment=False), attack_of("mae")
+    plain = Inversion(seen, still, still.made(seen)).batch(rows, Generator())
+    moved = Inversion(seen, moving, moving.made(seen)).batch(rows, Generator().manual_seed(3))
     assert_close(plain[2], crops[:8])
     assert not torch.equal(moved[2], plain[2])
     assert_close(moved[2].flatten(1).sort(1).values, plain[2].flatten(1).sort(1).values)
@@ -228,9 +227,9 @@ SHORT: dict[str, Any] = {"steps": 3, "batch_size": 8}
 def test_a_decoder_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path) -> None:
     attack, heard = attack_of("mae", **SHORT), list[TrainingProgress]()
     with listening(heard.append):
-        first = decoder_for(public_side(tiny_model(), (RowPermutation(),), crops), attack)
+        first = attack.network(public_side(tiny_model(), (RowPermutation(),), crops))
         assert len(heard) == 1
-        again = decoder_for(public_side(tiny_model(), (RowPermutation(),), crops.clone()), attack)
+        again = attack.network(public_side(tiny_model(), (RowPermutation(),), crops.clone()))
     assert len(heard) == 1
     assert not again.training
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
@@ -241,24 +240,24 @@ def test_a_decoder_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path)
 def test_the_key_covers_all_that_shapes_a_decoder(tiny_model: Make, crops: Tensor) -> None:
     model, attack = tiny_model(), attack_of("mae")
     keys = {
-        decoder_key(public_side(model, (), crops), attack),
-        decoder_key(public_side(tiny_model(seed=1), (), crops), attack),
-        decoder_key(public_side(model, (GaussianNoise(0.5),), crops), attack),
-        decoder_key(public_side(model, (GaussianNoise(0.4),), crops), attack),
-        decoder_key(public_side(model, (GaussianNoise(0.5), RowPermutation()), crops), attack),
-        decoder_key(public_side(model, (), crops[1:]), attack),
-        decoder_key(public_side(model, (), crops), attack_of("set")),
-        decoder_key(public_side(model, (), crops), attack_of("mae", **SHORT)),
+        attack.key(public_side(model, (), crops)),
+        attack.key(public_side(tiny_model(seed=1), (), crops)),
+        attack.key(public_side(model, (GaussianNoise(0.5),), crops)),
+        attack.key(public_side(model, (GaussianNoise(0.4),), crops)),
+        attack.key(public_side(model, (GaussianNoise(0.5), RowPermutation()), crops)),
+        attack.key(public_side(model, (), crops[1:])),
+        attack_of("set").key(public_side(model, (), crops)),
+        attack_of("mae", **SHORT).key(public_side(model, (), crops)),
     }
     assert len(keys) == 8
-    assert decoder_key(public_side(model, (), crops, 0), attack) in keys
-    assert decoder_key(public_side(model, (), crops, 1), attack) not in keys
+    assert attack.key(public_side(model, (), crops, 0)) in keys
+    assert attack.key(public_side(model, (), crops, 1)) not in keys
 
 
 def test_decoders_of_two_cuts_are_two(tiny_model: Make, crops: Tensor, cache: Path) -> None:
     """Each whitens the rows behind its own number of blocks."""
     model, attack = tiny_model(depth=2), attack_of("token", **SHORT)
-    made = [decoder_for(public_side(model, (), crops, cut_layer), attack) for cut_layer in (0, 1, 2)]
+    made = [attack.network(public_side(model, (), crops, cut_layer)) for cut_layer in (0, 1, 2)]
     assert len(list(cache.iterdir())) == 3
     for cut_layer, decoder in enumerate(made):
         rows = model.client_blocks(model.embed(crops.double()), cut_layer).flatten(0, 1)
@@ -268,18 +267,18 @@ def test_decoders_of_two_cuts_are_two(tiny_model: Make, crops: Tensor, cache: Pa
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
 def test_a_damaged_or_foreign_file_is_trained_anew(tiny_model: Make, crops: Tensor, cache: Path, damage: str) -> None:
     attack = attack_of("token", **SHORT)
-    good = decoder_for(public_side(tiny_model(), (), crops), attack)
+    good = attack.network(public_side(tiny_model(), (), crops))
     (path,) = cache.iterdir()
     content = path.read_bytes()
     if damage == "foreign":
-        decoder_for(public_side(tiny_model(), (GaussianNoise(),), crops), attack)
+        attack.network(public_side(tiny_model(), (GaussianNoise(),), crops))
         (other,) = set(cache.iterdir()) - {path}
         path.write_bytes(other.read_bytes())
     else:
         path.write_bytes(content[:-9] if damage == "cut" else content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     heard: list[TrainingProgress] = []
     with pytest.warns(PrivlabWarning, match="trained"), listening(heard.append):
-        anew = decoder_for(public_side(tiny_model(), (), crops), attack)
+        anew = attack.network(public_side(tiny_model(), (), crops))
     assert len(heard) == 1
     assert path.read_bytes() == content
     assert all(torch.equal(a, b) for a, b in zip(good.parameters(), anew.parameters(), strict=True))
@@ -288,12 +287,12 @@ def test_a_damaged_or_foreign_file_is_trained_anew(tiny_model: Make, crops: Tens
 def test_a_store_that_cannot_be_written_costs_a_warning(tiny_model: Make, crops: Tensor, cache: Path) -> None:
     cache.write_text("a file is in the way")
     with pytest.warns(PrivlabWarning, match="trained"):
-        decoder_for(public_side(tiny_model(), (), crops), attack_of("conv", **SHORT))
+        attack_of("conv", **SHORT).network(public_side(tiny_model(), (), crops))
 
 
 def test_few_public_images_are_warned_of(tiny_model: Make, crops: Tensor) -> None:
     with pytest.warns(PrivlabWarning, match=r"5.*evidence"):
-        decoder_for(public_side(tiny_model(), (), crops[:5]), attack_of("conv", **SHORT))
+        attack_of("conv", **SHORT).network(public_side(tiny_model(), (), crops[:5]))
 
 
 def test_the_store_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

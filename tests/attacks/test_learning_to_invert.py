@@ -116,9 +116,9 @@ def test_a_slot_reads_its_gradients_and_a_ridge_solution(tiny_model: Make, crops
 
 def untrained(model: VictimModel, crops: Tensor) -> tuple[GradientDecoder, Tensor]:
     """Return a new decoder, which takes mean and deviation from own releases, and what slots read of these."""
-    slots, images = _own_releases(seen_of(model, crops[:1].double(), crops[:64].double()), SMALL)
+    slots, _ = _own_releases(seen_of(model, crops[:1].double(), crops[:64].double()), SMALL)
     decoder = GradientDecoder(Shape.of(model), SMALL.width, SMALL.depth)
-    decoder.fitted_to(slots, images)
+    decoder.fit(slots)
     return decoder, slots
 
 

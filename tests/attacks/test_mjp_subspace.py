@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace, without_moved
 from privlab.attacks.gradients.patch_gradient import PatchGradient
-from privlab.attacks.solvers import Smoothness, photograph_gradients
-from privlab.attacks.solvers.prior import PRIORS, conjugate_gradients
+from privlab.attacks.solvers import Smoothness, conjugate_gradients, photograph_gradients
+from privlab.attacks.solvers.prior import PRIORS
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
 from privlab.metrics import psnr_region

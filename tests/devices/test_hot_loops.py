@@ -79,7 +79,7 @@ LOOPS = {
     "decoder": Loop(
         *("inversion-conv", "steps", 1, 4, {}),
         {
-            ("upload", "attacks/decoders/training.py:batch"): 1,
+            ("upload", "attacks/features/learned_inversion.py:batch"): 1,
             ("upload", "attacks/decoders/training.py:mirrored_and_rolled"): 1,
             ("upload", "defenses/features/gaussian_noise.py:send"): 1,
         },

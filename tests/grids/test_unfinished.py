@@ -56,7 +56,7 @@ def test_a_file_that_this_process_writes_stays(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_deletes_what_was_left(tmp_path: Path, left: str) -> None:
     run = RunDirectory.create(tmp_path / "run")
     run.write_run({"experiment": "x"})
-    folders = [run.path, run.store.records, run.strips, run.path / "kept", run.path / "pictures" / "0123"]
+    folders = [run.path, run.store.records, run.path / "strips", run.path / "kept", run.path / "pictures" / "0123"]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / left).write_bytes(b"half")

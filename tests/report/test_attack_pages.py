@@ -138,6 +138,15 @@ def test_a_foreign_text_names_no_panel(tmp_path: Path, text: str) -> None:
     assert places_of(tmp_path / "strip.png") == {}
 
 
+def test_long_names_stay_under_their_image() -> None:
+    said = "orthogonal-matching (reassembled) (stock block)"
+    row = tuple(Panel(name, torch.zeros(3, 8, 8), (said,)) for name in "ab")
+    with Image.open(io.BytesIO(strip_png(Strip("i", "0", "v", (row,))))) as strip:
+        drawn = np.asarray(strip)
+    assert (drawn[:, 232:240] == 255).all()  # the gap between both
+    assert (drawn[:, -8:] == 255).all()
+
+
 def test_a_file_that_is_no_strip_names_no_panel(tmp_path: Path) -> None:
     Image.new("RGB", (20, 10)).save(tmp_path / "plain.png")
     told(tmp_path / "whole.png", one_panel("[0, 0, 9, 9]"))

@@ -154,6 +154,14 @@ def test_trade_off_shows_utility_against_leakage(curves: Results) -> None:
     assert len(looks) == 2
 
 
+def test_a_trade_off_may_show_utility_against_the_worst_case(curves: Results) -> None:
+    drawn = line(draw(curves, Figure("trade-off", "t", "correct", "mse")), "measured here")
+    utility = [100 * naive(curves, i, "april", "correct").mean() for i in range(3)]
+    np.testing.assert_allclose(drawn.get_ydata(), utility)
+    worst = [curves.laid_out(columns=("mse",)).score(i, "worst", "mse").mean for i in range(3)]
+    np.testing.assert_allclose(drawn.get_xdata(), worst)
+
+
 @pytest.mark.slow
 def test_trade_off_takes_the_papers_accuracy_where_none_was_measured(table: Results) -> None:
     picture = draw(table, Figure("trade-off", "t", "psnr", "correct"))

@@ -1,77 +1,55 @@
-"""What figures show of the results: means with intervals by case and role, and the notes below a figure."""
+"""What figures show of the results: means by role and case, and the notes below a figure."""
 
 import math
 from collections.abc import Iterable, Sequence
 
-from privlab.base import PrivlabError
-from privlab.grids import KNOWN, Figure
-from privlab.report.figures.style import MEASURED, PAPER, PUBLISHED, WORST, Role
-from privlab.report.tables import Results, Row, Score, case_names
+import pandas as pd
+
+from privlab.grids import KNOWN
+from privlab.report.figures.style import MEASURED, PAPER, PUBLISHED, WORST
+from privlab.report.tables import Results, case_names
 from privlab.report.tables.table import some
 
+ENDS = ["mean", "low", "high"]
+"""The columns of `scores_of` that an axis must show."""
 
-def score_of(results: Results, case: int, role: Role, metric: str) -> Score:
-    """Return the mean of a metric over the images of a case, with its interval; a metric of utility is in per cent.
 
-    Args:
-        results: the results, with the metric as a column.
-        case: the number of the case, from 0.
-        role: which row of the case is read, such as the paper's attack or the worst case.
-        metric: a name in `KNOWN`.
+def scores_of(results: Results, metric: str) -> pd.DataFrame:
+    """Return what was measured of a metric, and then what was published: a row for each role and case.
+
+    Columns: role, kind (that of the role), case, mean, low, high (the ends of its interval), and external: whether the
+    row, or an attack behind it, was measured elsewhere. Leakage is that of the paper's attack and of the worst case.
+    Utility is in per cent, and has one role, as no attack changes it.
     """
-    score = results.score(case, role.kind, metric)
-    if KNOWN[metric].direction != "utility" or (role is PUBLISHED and score.mean > 1):
-        return score  # papers print a share as such, or in per cent
-    return Score(score.mean * 100, score.low * 100, score.high * 100, score.images)
-
-
-def is_external(row: Row | None) -> bool:
-    """Return whether a row, or an attack behind it, was measured elsewhere."""
-    return row is not None and row.external is not None
-
-
-def roles_of(results: Results, metric: str) -> list[Role]:
-    """Return what is measured here: paper's attack and worst case; or utility alone, which no attack changes."""
-    if not KNOWN[metric].arrow:
-        return [MEASURED]
-    return [PAPER, WORST] if results.layout.paper_attack else [WORST]
+    is_utility = not KNOWN[metric].arrow
+    attacks = [PAPER, WORST] if results.layout.paper_attack else [WORST]
+    rows = []
+    for role in (*([MEASURED] if is_utility else attacks), PUBLISHED):
+        for case in range(len(results.cases)):
+            row, score = results.row(case, role.kind), results.score(case, role.kind, metric)
+            is_per_cent = role is PUBLISHED and score.mean > 1  # papers print a share as such, or in per cent
+            factor = 100 if is_utility and not is_per_cent else 1
+            ends = [factor * end for end in (score.mean, score.low, score.high)]
+            rows.append((role, role.kind, case, *ends, row is not None and row.external is not None))
+    return pd.DataFrame(rows, columns=["role", "kind", "case", *ENDS, "external"])
 
 
 def control_of(results: Results, cases: Iterable[int]) -> float:
     """Return the mean of the first column over the cases of the leakiest control; NaN if there is none."""
-    metric = results.layout.columns[0]
+    metric, wanted = results.layout.columns[0], set(cases)
     if not KNOWN[metric].arrow:
         return math.nan
-    of: dict[str | None, list[float]] = {}
-    for row in results.rows:
-        if row.kind == "control" and row.case in set(cases) and not math.isnan(row.scores[metric].mean):
-            of.setdefault(row.attack, []).append(row.scores[metric].mean)
-    leakiest = max if KNOWN[metric].direction == "higher leaks" else min
-    return leakiest((sum(means) / len(means) for means in of.values()), default=math.nan)
-
-
-def with_columns(results: Results, figure: Figure, *metrics: str) -> Results:
-    """Return the results with these metrics as columns; some case must have a figure for the first one."""
-    results, metric = results.laid_out(columns=metrics), metrics[0]
-    roles = [*roles_of(results, metric), PUBLISHED]
-    cases = range(len(results.cases))
-    if all(math.isnan(score_of(results, case, role, metric).mean) for case in cases for role in roles):
-        raise PrivlabError(f"The figure '{figure.name}' needs values of {metric}. Found none in '{results.name}'.")
-    return results
-
-
-def check_leaks(figure: Figure) -> None:
-    """Check that the figure's metric is one of leakage: utility has no worst case."""
-    if not KNOWN[figure.y].arrow:
-        leaky = ", ".join(name for name, metric in KNOWN.items() if metric.arrow)
-        raise PrivlabError(f"A {figure.kind} shows what leaks. Found y = {figure.y}. Choose from: {leaky}.")
+    controls = [row for row in results.rows if row.kind == "control" and row.case in wanted]
+    scores = pd.Series({(row.attack, row.case): row.scores[metric].mean for row in controls}, dtype=float)
+    means = scores.dropna().groupby(level=0).mean()
+    return float(means.max() if KNOWN[metric].direction == "higher leaks" else means.min())
 
 
 def names_of(results: Results, *, grouped: bool = False) -> list[str]:
     """Return a name for each case, with † where it is external; without a group if cases are `grouped` in a figure."""
     names = [case.label for case in results.cases] if grouped else case_names(results)
-    external = [any(is_external(results.row(i, role.kind)) for role in (PAPER, WORST)) for i in range(len(names))]
-    return [name + " †" * outside for name, outside in zip(names, external, strict=True)]
+    external = {row.case for row in results.rows if row.kind in ("paper", "worst") and row.external}
+    return [name + " †" * (case in external) for case, name in enumerate(names)]
 
 
 _GEOMETRIES = {

@@ -8,6 +8,7 @@ import matplotlib.figure
 from privlab.base import PrivlabError, check_name, write_whole
 from privlab.grids import FIGURES, KNOWN, Figure
 from privlab.report.figures.bars import draw_claim, draw_distribution
+from privlab.report.figures.data import scores_of
 from privlab.report.figures.points import draw_curve, draw_trade_off
 from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import figure_style
@@ -34,10 +35,20 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
         PrivlabError: if the kind or the metric is unknown, or the results lack what the figure shows: a numeric option
             on x, values of the metric, a paper's figures, or images.
     """
-    check_name("figure", figure.kind, FIGURES)
+    kind, metrics = figure.kind, [figure.y]
+    check_name("figure", kind, FIGURES)
     check_name("metric", figure.y, KNOWN)
+    if kind == "trade-off":
+        metrics.append(figure.x or "correct")
+        check_name("metric of a trade-off", metrics[1], KNOWN)
+    if kind in ("distribution", "sheet") and not KNOWN[figure.y].arrow:  # utility has no worst case
+        leaky = ", ".join(name for name, metric in KNOWN.items() if metric.arrow)
+        raise PrivlabError(f"A {kind} shows what leaks. Found y = {figure.y}. Choose from: {leaky}.")
+    results = results.laid_out(columns=tuple(metrics))
+    if scores_of(results, figure.y)["mean"].isna().all():
+        raise PrivlabError(f"The figure '{figure.name}' needs values of {figure.y}. Found none in '{results.name}'.")
     with figure_style():
-        return _DRAW[figure.kind](results, figure)
+        return _DRAW[kind](results, figure)
 
 
 def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", "svg")) -> list[Path]:

@@ -13,7 +13,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from privlab.grids import KNOWN
 from privlab.report.tables import metric_title
@@ -111,13 +111,13 @@ def wrap(lines: Iterable[str], inches: float) -> str:
 class Scale:
     """Where scores stand on an axis: infinite ones at `top`, and zeros of a logarithmic axis at `bottom`.
 
-    `finite` holds the least and the greatest finite value that the axis shows.
+    Both are infinite where no score needs them. `finite` holds the least and the greatest finite value that is shown.
     """
 
     log: bool
     finite: tuple[float, float]
-    top: float | None = None
-    bottom: float | None = None
+    top: float = math.inf
+    bottom: float = -math.inf
 
     @classmethod
     def of(cls, metric: str, values: Iterable[float]) -> "Scale":
@@ -132,34 +132,27 @@ class Scale:
         positive = [value for value in finite if value > 0]
         low, high = min(finite), max(finite)
         log = log and low >= 0 and bool(positive) and high > 100 * min(positive)
-        top = bottom = None
+        top, bottom = math.inf, -math.inf
         if math.inf in known:
             top = high * 10 if log else high + 0.15 * ((high - low) or abs(high) or 1.0)
         if log:
-            bottom = min(positive) / 10 if low == 0 else None
+            bottom = min(positive) / 10 if low == 0 else bottom
             low = min(positive)
         return cls(log, (low, high), top, bottom)
 
-    def at(self, value: float) -> float:
-        """Return where a score is drawn."""
-        return float(self.place([value])[0])
-
-    def place(self, values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    def place(self, values: ArrayLike) -> NDArray[np.float64]:
         """Return where scores are drawn."""
-        placed = np.array(values, dtype=float)
-        if self.top is not None:
-            placed = np.where(np.isposinf(placed), self.top, placed)
-        return placed if self.bottom is None else np.where(placed <= 0, self.bottom, placed)
+        return np.clip(np.asarray(values, dtype=float), self.bottom, self.top)
 
     def apply(self, ax: Axes, which: Literal["x", "y"]) -> None:
         """Give an axis this scale, and label the places of ∞ and 0 besides the ticks of finite values."""
         axis = ax.xaxis if which == "x" else ax.yaxis
         if self.log:
             ax.set(**{f"{which}scale": "log"})
-        ends = {place: name for place, name in ((self.bottom, "0"), (self.top, "∞")) if place is not None}
+        ends = {place: name for place, name in ((self.bottom, "0"), (self.top, "∞")) if math.isfinite(place)}
         if ends:
             low, high = axis.get_view_interval()
-            least = -math.inf if self.bottom is None else self.finite[0]
+            least = self.finite[0] if self.bottom in ends else low
             ticks = [t for t in axis.get_majorticklocs() if max(low, least) <= t <= min(high, self.finite[1])]
             names = list(axis.get_major_formatter().format_ticks(ticks))
             axis.set_ticks([*ticks, *ends], [*names, *ends.values()])
@@ -176,9 +169,8 @@ def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False)
     """
     if math.isnan(level):
         return []
-    place = scale.at(level)
-    line = (ax.axvline if upright else ax.axhline)(place, zorder=2.1, label="leakiest control", **_CONTROL)
-    return [line]
+    draw = ax.axvline if upright else ax.axhline
+    return [draw(scale.place(level).item(), zorder=2.1, label="leakiest control", **_CONTROL)]
 
 
 def bar_style(role: Role) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,10 +17,10 @@ from markupsafe import Markup
 import privlab
 from privlab.base import first, write_whole
 from privlab.evaluation import CONTROL
-from privlab.report.page.data import images_of, page_data, scores_of
+from privlab.report.page.data import images_of, page_data, sets_of
 from privlab.report.page.overview import flags, lead_text, verdict
-from privlab.report.page.pictures import Album, albums, order_of
-from privlab.report.tables import Facts, Results, apart, apart_lines, case_names, scope
+from privlab.report.page.pictures import Album, albums
+from privlab.report.tables import Facts, Results, apart, apart_lines, case_names, figure_text, scope
 from privlab.report.tables.case_verdicts import verdicts_of
 from privlab.report.tables.per_image import sign_of
 
@@ -31,6 +32,8 @@ def write_page(results: Results, out: Path) -> Path:
         PrivlabError: if the file cannot be written.
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.tests["nan"] = math.isnan
+    environment.globals["figure"] = figure_text
     page = environment.from_string(_part("page.html")).render(_context(results))
     write_whole(
         out,
@@ -73,18 +76,18 @@ def _context(results: Results) -> dict[str, Any]:
 
 
 def _script_data(results: Results) -> dict[str, Any]:
-    """Return the data of the script, the albums, and a sentence on how many images the page shows."""
+    """Return the data of the script, the albums, and how many images the page shows."""
     if results.records.empty:
-        return {"data": "", "albums": {}, "pictures": ""}
+        return {"data": "", "albums": {}}
     images = images_of(results.records)
-    scores = scores_of(results, images)
-    held = albums(results, list(images.image_sha256), scores, order_of(scores, results.lead, len(images)))
+    sets = sets_of(results, images)
+    held = albums(results, images, sets)
     fed = any(what.endswith("/fed") for album in held.values() for what in album.of)
     kept = "pictures" if any((results.path / "pictures").glob("*/")) else "strips"
     return {
-        "data": _script(page_data(results, images, scores, fed=fed, kept=kept)),
+        "data": _script(page_data(results, images, sets, fed=fed, kept=kept)),
         "albums": {number: _script(asdict(album)) for number, album in held.items()},
-        "pictures": _size_text(held, len(images), kept),
+        "pictures": _pictures(held, len(images), kept),
     }
 
 
@@ -99,41 +102,27 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _size_text(held: Mapping[int, Album], images: int, kept: str) -> str:
-    """Return a sentence on how many images are shown in full size, as thumbnails, and not at all."""
+def _pictures(held: Mapping[int, Album], images: int, kept: str) -> dict[str, Any]:
+    """Return how many images are shown, in full size, as thumbnails, and without their reconstructions."""
     shown = [album for album in held.values() if album.of]
-    if not shown:
-        return "No images were kept in this directory."
-    whole = sum(album.whole for album in shown)
-    alone = sum(not album.whole and all(what.endswith("/private") for what in album.of) for album in shown)
-    parts = [f"{whole:,} of {images:,} images are shown in full size"]
-    if whole < len(shown):
-        parts.append(f"{len(shown) - whole - alone:,} as thumbnails")
-    if alone:
-        parts.append(f"{alone:,} without their reconstructions")
-    if len(shown) < images:
-        parts.append(f"{images - len(shown):,} have no image")
-    text = ", ".join(parts) + "."
-    if whole < len(shown):
-        text += f" The others lie in the directory, under {kept}/. Best, median and worst scores come first."
-    if unread := sum(album.unread for album in held.values()):
-        text += f" {unread:,} files could not be read as images."
-    return text
+    whole = [album for album in shown if None not in album.full]
+    alone = [album for album in shown if all(what.endswith("/private") for what in album.of) and album not in whole]
+    counts = {"images": images, "shown": len(shown), "whole": len(whole), "alone": len(alone)}
+    return {**counts, "unread": sum(album.unread for album in held.values()), "kept": kept}
 
 
-def _counts(results: Results) -> list[tuple[str, int]]:
-    """Return the numbers of cases, images, attacks, controls, records and failures, with their names."""
+def _counts(results: Results) -> dict[str, int]:
+    """Return the numbers of cases, images, attacks, controls, records and failures."""
     records = results.records
     control = records.attack.str.startswith(CONTROL).astype(bool)
-    counts = {
+    return {
         "case": len(results.cases),
-        "image": records[["image", "image_sha256"]].drop_duplicates().shape[0],
+        "image": len(records[["image", "image_sha256"]].drop_duplicates()),
         "attack": records.attack[~control].nunique(),
         "control": records.attack[control].nunique(),
         "record": len(records),
+        "failed": int((records.status != "ok").sum()),
     }
-    failed = int((records.status != "ok").sum())
-    return [*((name if n == 1 else f"{name}s", n) for name, n in counts.items()), ("failed", failed)]
 
 
 _STATED = ("victim", "weights", "block", "defense", "setting", "release", "label_origin", "seed", "draw", "dtype")
@@ -141,29 +130,25 @@ _STATED += ("device", "privlab_version")
 _RUN = ("started", "written", "seconds", "status", "engine", "workers")
 
 
-def _tables(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
+def _tables(results: Results) -> list[tuple[str, list[tuple[str, object]]]]:
     """Return what was run, the paper's conditions, versions and hardware, as tables of two columns."""
     facts, records = results.facts, results.records
-    stated = {name: records[name].dropna().unique() for name in _STATED if name in records}
-    run = [(name.replace("_", " "), first(map(str, values), 12)) for name, values in stated.items()]
-    run += [(name, str(facts[name])) for name in _RUN if facts.get(name) is not None]
-    run += [("images", str((facts.get("images") or {}).get("source") or ""))]
-    run += [("commit", ", ".join(f"{name} {value}" for name, value in (facts.get("commit") or {}).items()))]
+    run: dict[str, object] = {
+        name.replace("_", " "): first(map(str, records[name].dropna().unique()), 12)
+        for name in _STATED
+        if name in records
+    }
+    run |= {name: facts.get(name) for name in _RUN}
+    run["images"] = (facts.get("images") or {}).get("source")
+    run["commit"] = ", ".join(f"{name} {value}" for name, value in (facts.get("commit") or {}).items())
     options = [", ".join(f"{name} {value}" for name, value in case.options.items()) for case in results.cases]
-    tables = [
-        ("What was run", [(name, value) for name, value in run if value]),
+    return [
+        ("What was run", [(name, value) for name, value in run.items() if value not in (None, "")]),
         ("Cases", list(zip(case_names(results), options, strict=True))),
-        ("The paper's conditions", [(name, str(value)) for name, value in results.conditions.items()]),
-        ("Versions", _pairs(facts.get("versions"))),
-        ("Hardware", _pairs(facts.get("hardware"))),
+        ("The paper's conditions", [*results.conditions.items()]),
+        ("Versions", [*(facts.get("versions") or {}).items()]),
+        ("Hardware", [*(facts.get("hardware") or {}).items()]),
     ]
-    return [(name, rows) for name, rows in tables if rows]
-
-
-def _pairs(facts: object) -> list[tuple[str, str]]:
-    if not isinstance(facts, Mapping):
-        return []
-    return [(str(name), "not there" if value is None else str(value)) for name, value in facts.items()]
 
 
 def _shorten(facts: object) -> object:

@@ -1,15 +1,13 @@
 """The data of the page's script: the scores of each attack on each case, image by image."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from privlab.base import plain_data
 from privlab.evaluation import CONTROL
-from privlab.report.tables import Results, Row, attack_label, case_names, heading
+from privlab.report.tables import Results, attack_label, case_names, heading
 from privlab.report.tables.per_image import CELL, sign_of
 from privlab.report.tables.table import decimals
 
@@ -29,51 +27,57 @@ def _keys(named: pd.DataFrame) -> pd.Series:
     return named.image_sha256.where(named.image_sha256 != "", "name:" + named.image)
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The scores of one row of the leakage table: `values` has one row per image, indexed by the image's number.
+def sets_of(results: Results, images: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the scores of all cases in the layout's geometry, and then those of attacks in the other geometries.
 
-    For the worst case, `by` names the attack that reached each value; `failed` says why an image has no score.
+    Each is a row of the leakage table with its images: `at` lists their numbers, `values` their scores by metric, and
+    `failed` why others have none. For the worst case, `by` names the attack that reached each value.
     """
-
-    row: Row
-    geometry: str
-    values: pd.DataFrame
-    by: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)
-
-
-def scores_of(results: Results, images: pd.DataFrame) -> list[Scores]:
-    """Return the scores of all cases in the layout's geometry, and then those of attacks in the other geometries."""
     own = results.layout.geometry
     attacked = results.records[~results.records.attack.str.startswith(CONTROL)]
-    others = [str(name) for name in attacked.geometry.dropna().unique() if name != own]
-    return [
-        scores
-        for geometry in (own, *others)
-        for scores in _under(results.laid_out(geometry=geometry), images)
-        if geometry == own or (scores.row.kind != "control" and len(scores.values))
-    ]
+    found = list(_under(results, images))
+    for geometry in attacked.geometry.dropna().unique():
+        if geometry != own:
+            sets = _under(results.laid_out(geometry=geometry), images)
+            found += [one for one in sets if one["kind"] != "control" and one["at"]]
+    return found
 
 
-def _under(results: Results, images: pd.DataFrame) -> Iterator[Scores]:
+def _under(results: Results, images: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the scores of all cases in the layout's geometry, and the controls of that geometry."""
     metrics, geometry = results.layout.columns, results.layout.geometry
-    found = results.scored.images
-    found = found[found.scored & (found.image != "")]
-    numbers = found.image.map(images.number)
-    values = dict(list(found.set_index(numbers)[list(metrics)].groupby([np.asarray(found[name]) for name in CELL])))
+    scored = results.scored.images
+    scored = scored[scored.scored & (scored.image != "")]
+    scored = scored.assign(number=scored.image.map(images.number)).sort_values("number", kind="stable")
+    values = dict(list(scored.groupby(CELL)))
     failed, reached = _failures(results, images), _worst_attacks(results, images)
-    nothing = found.iloc[:0][list(metrics)]
     for row in results.rows:
         if row.kind not in ("attack", "control", "worst"):
             continue
-        key = (row.case, row.attack, "" if row.kind == "worst" else row.external or "")
-        scored = values.get(key, nothing).sort_index()
-        by = {}
-        if row.kind == "worst":
-            by = {name: [reached.get((row.case, name, image)) for image in scored.index] for name in metrics}
-        place = "in_place" if row.kind == "control" else geometry
-        yield Scores(row, place, scored, by, failed.get((row.case, row.attack or "", place), {}))
+        is_worst, place = row.kind == "worst", "in_place" if row.kind == "control" else geometry
+        of_row = values.get((row.case, row.attack, "" if is_worst else row.external or ""), scored.iloc[:0])
+        by = {name: [reached.get((row.case, name, image)) for image in of_row.number] for name in metrics}
+        scores = {name: row.scores[name] for name in metrics}
+        yield {
+            "case": row.case,
+            "attack": row.attack,
+            "kind": row.kind,
+            "geometry": place,
+            "external": row.external,
+            "refused": None if is_worst else row.refused.get(row.attack or ""),
+            "n": row.images,
+            "exact": row.exact,
+            "failed": sorted(failed.get((row.case, row.attack or "", place), {}).items()),
+            "means": {name: _digits([score.mean, score.low, score.high]) for name, score in scores.items()},
+            "at": of_row.number.tolist(),
+            "values": {name: _digits(of_row[name]) for name in metrics},
+            "by": by if is_worst else None,
+        }
+
+
+def _digits(values: Iterable[float]) -> list[float]:
+    """Return numbers to 6 digits."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 def _failures(results: Results, images: pd.DataFrame) -> dict[tuple[int, str, str], dict[int, str]]:
@@ -92,14 +96,14 @@ def _worst_attacks(results: Results, images: pd.DataFrame) -> dict[tuple[int, st
 
 
 def page_data(
-    results: Results, images: pd.DataFrame, scores: Sequence[Scores], *, fed: bool, kept: str
+    results: Results, images: pd.DataFrame, sets: Sequence[Mapping[str, Any]], *, fed: bool, kept: str
 ) -> dict[str, Any]:
     """Return what the script of the page reads; an infinite score is "Infinity", one that was not measured null.
 
     Args:
         results: the cases, and the columns of the table.
-        images: the images, as `images_of` returns them; `scores` names them by their numbers.
-        scores: the rows of the table, with the scores of each image.
+        images: the images, as `images_of` returns them; `sets` names them by their numbers.
+        sets: the rows of the table with the scores of each image, as `sets_of` returns them.
         fed: whether the page holds images of what the client fed.
         kept: the folder in which images are stored, "pictures" or "strips".
     """
@@ -120,31 +124,5 @@ def page_data(
             for i, (case, name) in enumerate(zip(results.cases, case_names(results), strict=True))
         ],
         "images": [[name, sha[:16]] for name, sha in zip(images.image, images.image_sha256, strict=True)],
-        "sets": [_set(one, results.layout.columns) for one in scores],
+        "sets": plain_data(sets),
     }
-
-
-def _set(one: Scores, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return one row of the table with its images: `at` lists their numbers, `values` their scores by metric."""
-    row = one.row
-    found = {name: row.scores[name] for name in metrics}
-    return {
-        "case": row.case,
-        "attack": row.attack,
-        "kind": row.kind,
-        "geometry": one.geometry,
-        "external": row.external,
-        "refused": None if row.kind == "worst" else row.refused.get(row.attack or ""),
-        "n": row.images,
-        "exact": row.exact,
-        "failed": sorted(one.failed.items()),
-        "means": {name: [_plain(score.mean), _plain(score.low), _plain(score.high)] for name, score in found.items()},
-        "at": list(one.values.index),
-        "values": {name: [_plain(value) for value in one.values[name]] for name in metrics},
-        "by": one.by or None,
-    }
-
-
-def _plain(value: float) -> object:
-    """Return a number as JSON can hold it, to 6 digits."""
-    return plain_data(float(f"{value:.6g}"))

@@ -2,17 +2,17 @@
 
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 from PIL import Image
 
 from privlab.images import data_uri
-from privlab.report.page.data import Scores
 from privlab.report.tables import Results
 from privlab.stores import Place, pngs
 
@@ -37,55 +37,40 @@ class Album:
     full: Sequence[str | None]
     unread: int = 0
 
-    @property
-    def whole(self) -> bool:
-        """Return whether all images are held in full size."""
-        return None not in self.full
 
-
-def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
-    """Return 0 to `images` − 1, those first that have the least, the median or the greatest score of an attack.
-
-    Args:
-        scores: the rows of the table, with the scores of each image; those of controls are skipped.
-        metric: the one that scores are taken of.
-        images: the number of all images; their numbers are 0 to `images` − 1.
-    """
-    extremes = []
-    for one in scores:
-        if one.row.kind != "control":
-            found = one.values[metric].dropna().sort_values(kind="stable").index
-            extremes += [int(found[i]) for i in (0, len(found) // 2, -1) if len(found)]
-    return list(dict.fromkeys([*extremes, *range(images)]))
-
-
-def albums(results: Results, hashes: Sequence[str], scores: Sequence[Scores], order: Iterable[int]) -> dict[int, Album]:
+def albums(results: Results, images: pd.DataFrame, sets: Sequence[Mapping[str, Any]]) -> dict[int, Album]:
     """Return the album of each image that has a file, by the number of the image.
 
     An album holds the private image, the fed image and the reconstructions: in full size until `FULL_BUDGET` is spent,
-    as thumbnails until `SMALL_BUDGET` is spent, and after that only the thumbnail of the private image. The budgets are
-    spent in the `order` of the numbers of the images.
+    as thumbnails until `SMALL_BUDGET` is spent, and after that only the thumbnail of the private image. The images that
+    have the least, the median or the greatest score of an attack come first.
 
     Args:
         results: the cases, and the directory in which image files are looked for.
-        hashes: those of the images, by their numbers.
-        scores: the rows of the table; they say which attacks ran on which case.
-        order: the numbers of the images, in the order in which the budgets are spent.
+        images: the images, as `images_of` returns them.
+        sets: the rows of the table with the scores of each image, as `sets_of` returns them; they say which attacks ran
+            on which case.
     """
     wanted = {case: ["private", "fed"] for case in range(len(results.cases))}
-    for one in scores:
-        if one.row.kind == "attack" and one.row.attack and one.row.attack not in wanted[one.row.case]:
-            wanted[one.row.case].append(one.row.attack)
+    extremes: list[int] = []
+    for one in sets:
+        if one["kind"] == "attack" and one["attack"] not in wanted[one["case"]]:
+            wanted[one["case"]].append(one["attack"])
+        ranked = pd.Series(one["values"][results.lead], one["at"]).dropna().sort_values(kind="stable").index
+        if one["kind"] != "control" and len(ranked):
+            extremes += [int(ranked[place]) for place in (0, len(ranked) // 2, -1)]
+    order = list(dict.fromkeys([*extremes, *range(len(images))]))
 
     def read(number: int, *, small: bool, full: bool) -> Album:
-        return _album(_places(results, hashes[number], wanted, private=not small), full=full)
+        whats = wanted if small else {case: of_case[:1] for case, of_case in wanted.items()}
+        return _album(_places(results, images.image_sha256.iloc[number], whats), full=full)
 
     found: dict[int, Album] = {}
     left_small, left_full = SMALL_BUDGET, FULL_BUDGET
-    numbers, workers = iter(order), min(8, os.cpu_count() or 1)
+    workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
-        while batch := list(islice(numbers, 2 * workers)):
-            small = left_small > 0
+        for start in range(0, len(order), 2 * workers):
+            batch, small = order[start : start + 2 * workers], left_small > 0
             made = pool.map(partial(read, small=small, full=left_full > 0), batch)
             for number, album in zip(batch, made, strict=True):
                 if (spent := sum(len(one or "") for one in album.full)) > left_full:
@@ -101,36 +86,30 @@ def albums(results: Results, hashes: Sequence[str], scores: Sequence[Scores], or
     return found
 
 
-def _places(
-    results: Results, sha: str, wanted: Mapping[int, Sequence[str]], *, private: bool
-) -> dict[Path, dict[str, Place]]:
-    """Return where the files of an image lie, grouped by file, since a strip holds several images."""
+def _places(results: Results, sha: str, whats: Mapping[int, Sequence[str]]) -> dict[Path, dict[str, Place]]:
+    """Return where the images of cases lie, by "CASE/WHAT", grouped by file, since a strip holds several images."""
     found: dict[Path, dict[str, Place]] = {}
-    for case, whats in wanted.items() if sha else ():
-        for what in whats[:1] if private else whats:
+    for case, of_case in whats.items() if sha else ():
+        for what in of_case:
             if place := results.picture(case, sha, what):
                 found.setdefault(place.file, {})[f"{case}/{what}"] = place
     return found
 
 
 def _album(places: Mapping[Path, Mapping[str, Place]], *, full: bool) -> Album:
+    """Return the images at these places, equal ones once."""
     of: dict[str, int] = {}
-    small: list[str] = []
-    large: list[str | None] = []
-    known: dict[bytes, int] = {}
+    held: dict[bytes, tuple[str, str | None]] = {}
     unread = 0
     for of_file in places.values():
         try:
             for what, data in zip(of_file, pngs([*of_file.values()]), strict=True):
-                if data not in known:
-                    pair = _encode(data, full=full)
-                    known[data] = len(small)
-                    small.append(pair[0])
-                    large.append(pair[1])
-                of[what] = known[data]
+                if data not in held:
+                    held[data] = _encode(data, full=full)
+                of[what] = [*held].index(data)
         except (OSError, ValueError, SyntaxError):  # as Pillow says that a file is torn
             unread += 1
-    return Album(of, small, large, unread)
+    return Album(of, [small for small, _ in held.values()], [large for _, large in held.values()], unread)
 
 
 def _encode(data: bytes, *, full: bool) -> tuple[str, str | None]:
