@@ -179,7 +179,7 @@ class Run:
         from privlab.report.figures.draw import draw
 
         if kind == "strips":
-            return _strips_figure(self._strips()[:STRIPS_SHOWN])
+            return _strips_figure(self._strips())
         return draw(self.results, Figure(kind, kind, y=y, x=x))
 
     def to_latex(self, path: str | Path | None = None) -> str:

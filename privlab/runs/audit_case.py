@@ -134,7 +134,7 @@ class AuditCase:
         """Return the audit that is on disk as a run."""
         from privlab.report.run import Run  # it imports pandas, and the first image need not wait for that
 
-        return Run(out, ran=self.spec, victims=(self.base,))
+        return Run(out, ran=self.spec)
 
 
 def failed(records: Sequence[Record], reason: str) -> list[Record]:
