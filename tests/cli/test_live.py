@@ -17,7 +17,7 @@ from privlab.base import PrivlabError
 from privlab.cli.live import engine_of, run_display
 from privlab.evaluation import COLUMNS, Specification
 from privlab.grids import Engine, Result, Task
-from privlab.grids.tasks import Reference
+from privlab.images import NamedImage
 
 SEARCH = ("--model", "vit_ti_mjp", "--setting", "c", "--attack", "mjp-full,april", "--metrics", "psnr")
 
@@ -32,7 +32,7 @@ def result(image: str, seconds: float = 1.0, worker: str = "here", **scores: flo
     ]
     rows.append(own | {"attack": "control:mean", "geometry": "in_place", "psnr": 12.0})
     spec = Specification(models=("vit_ti",), metrics=("mse", "psnr"))
-    task = Task(0, spec, ("c",), (Reference(image, image, None),), dict.fromkeys(scores, ""), ())
+    task = Task(0, spec, ("c",), (NamedImage(image, image, None),), dict.fromkeys(scores, ""), ())
     return Result(task, pa.Table.from_pylist(rows, schema=COLUMNS), seconds=seconds, worker=worker)
 
 
