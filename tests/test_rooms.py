@@ -161,3 +161,16 @@ def test_every_public_function_of_three_parameters_documents_them() -> None:
                 if len(parameters(function)) > 2 and missing:
                     silent.append(f"{path.relative_to(ROOT)}: {function.name}: {', '.join(missing)}")
     assert silent == []
+
+
+def test_every_file_that_the_design_names_is_there() -> None:
+    """In the table of files to open, a name without a folder is in the folder of the path before it."""
+    page = (ROOT / "docs/reference/house.md").read_text("utf-8").partition("## Which file to open")[2]
+    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        folder = Path()
+        for name in re.findall(r"`([\w/.]+(?:\.\w+|/))`", row):
+            path = Path(name) if "/" in name else folder / name
+            folder = path if name.endswith("/") else path.parent
+            assert (ROOT / path).exists(), path

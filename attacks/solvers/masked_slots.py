@@ -95,7 +95,7 @@ def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int, *, knows_m
         )
     if not knows_mask and bool(zero_rows(A).any()):
         warn(
-            f"{attack}: some position embeddings received no gradient, as under MJP. The attack takes the zeros "
-            "for equations, as in the paper: it does not know the defense, and a low score is no evidence of privacy.",
+            f"{attack}: some position embeddings received no gradient, as under MJP, which this attack does not know: "
+            "a low score is no evidence of privacy.",
             3,
         )

@@ -14,8 +14,8 @@ from privlab.cli.audit import audit
 from privlab.cli.benchmark import admit, benchmark
 from privlab.cli.common import WIDTH, Commands, Interrupted, err
 from privlab.cli.elsewhere import TRAINED, bench, study
+from privlab.cli.inventory import doctor, explain, list_
 from privlab.cli.keys import keys
-from privlab.cli.machine import doctor, explain, list_
 from privlab.cli.models import models
 from privlab.cli.options import debug
 from privlab.cli.split.commands import split

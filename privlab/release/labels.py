@@ -25,7 +25,7 @@ from privlab.base import PrivlabError, check_range, first, full_precision
 from privlab.release.explained import errors_of_filters
 from privlab.release.head_images import Head, beyond_chance, find_images, negative_classes
 from privlab.release.local_training import Update, rounding_of, undecayed
-from privlab.release.update_noise import Noise, noise_of_head, noise_of_update
+from privlab.release.noise_estimate import Noise, noise_of_head, noise_of_update
 from privlab.threat import Observation, Stack
 from privlab.victims import VictimModel
 

@@ -23,8 +23,8 @@ from privlab.release import (
     update_in,
 )
 from privlab.release.labels import check_order, label_of_update, labels_of_update
+from privlab.release.noise_estimate import noise_of_update
 from privlab.release.update_files import update_between, update_observation
-from privlab.release.update_noise import noise_of_update
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
 from privlab.runs.audit_case import AuditCase, audited_victim
 from privlab.runs.audit_certificate import what_released

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from privlab.release import observe_updates
 from privlab.release.labels import Told, labels_of_update
-from privlab.release.update_noise import noise_of_head, noise_of_update
+from privlab.release.noise_estimate import noise_of_head, noise_of_update
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
 
