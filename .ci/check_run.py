@@ -46,7 +46,7 @@ for word in (
     "flag: Random weights",
     "no evidence of privacy",
     "weights random",
-    "γ = 0.27",
+    "gamma=0.27",
     "seed 0",
     "The same on trained weights, which came with privlab:  privlab attack --model cifar_vit_mjp",
 ):
