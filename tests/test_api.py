@@ -4,7 +4,7 @@ import copy
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import privlab
 from privlab.attacks import LeastSquares, MjpFull, PatchGradient, PatchUpdate
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.defenses import Mjp, RowPermutation
+from privlab.defenses import GradientNoise, Mjp, RowPermutation
 from privlab.images import to_pil
+from privlab.threat.effects import Effects
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 QUICK: dict[str, Any] = {"settings": "a", "attacks": "patch-gradient", "metrics": "psnr", "progress": False}
@@ -343,3 +344,68 @@ def test_a_gradient_is_audited_with_the_model_of_its_step(photos: Tensor, tmp_pa
         tmp_path / "step.safetensors", model=model, normalisation="inception", attacks="patch-gradient"
     )
     assert run.leaks is True
+
+
+@dataclass(frozen=True)
+class KnowsNoise:
+    """An attack that says that it knows noise, and finds nothing."""
+
+    knows: ClassVar[frozenset[str]] = frozenset({"gradient-noise"})
+
+    def __call__(self, seen: Any) -> Tensor:
+        """Return a grey image."""
+        return torch.full((1, *seen.model.image_shape), 0.5)
+
+
+@dataclass(frozen=True)
+class AddsNoise:
+    """A defense that says that it adds noise."""
+
+    acts_as: ClassVar[Effects] = Effects(gradients="noisy")
+
+    def release(self, gradients: dict[str, Tensor], draws: Any) -> dict[str, Tensor]:
+        """Return gradients with noise of a thousandth."""
+        return {
+            name: g + 1e-3 * torch.stack([torch.randn(g.shape[1:], generator=draw) for draw in draws])
+            for name, g in gradients.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("defense", "attack", "knows"),
+    [
+        (GradientNoise(multiplier=1.0), KnowsNoise(), True),
+        (AddsNoise(), KnowsNoise(), True),
+        (AddsNoise(), "patch-gradient-adaptive", True),
+        (AddsNoise(), "patch-gradient", False),
+    ],
+)
+def test_what_classes_of_ones_own_declare_counts_for_the_verdict(
+    defense: Any, attack: Any, knows: bool, photos: Tensor
+) -> None:
+    run = privlab.attack(
+        "cifar_vit", photos[:1], [3], defense=defense, attacks=[attack], settings="c", metrics="psnr", progress=False
+    )
+    assert ("No adaptive attack" in {flag.head for flag in run.flags}) != knows
+
+
+def test_the_table_in_a_text_names_every_row(photos: Tensor) -> None:
+    run = privlab.attack("cifar_vit", photos[:1], [3], attacks="patch-gradient", settings="a", progress=False)
+    text = str(run.details())
+    assert {"patch-gradient", "control: flat", "worst case:"} <= {
+        line.strip().partition("   ")[0] for line in text.splitlines()
+    }
+    assert max(map(len, str(run).splitlines())) <= 80
+
+
+def test_an_audit_says_whether_it_leaks_and_takes_checkpoints(photos: Tensor) -> None:
+    vit = privlab.victim("cifar_vit").model.vit.requires_grad_(True)
+    before = {"epoch": 1, "model_state_dict": {f"module.model.{n}": t.clone() for n, t in vit.state_dict().items()}}
+    torch.nn.functional.cross_entropy(vit(photos[:1]), torch.tensor([3])).backward()
+    torch.optim.SGD(vit.parameters(), lr=0.01).step()
+    audit = privlab.audit_update(
+        before, vit, model="cifar_vit", client=privlab.Client(lr=0.01, steps=1), normalisation="none"
+    )
+    assert (audit.leaks, audit.verdict) == (True, "leaks: yes, a private image was reconstructed")
+    with pytest.raises(PrivlabError, match=r"reference .*Tensor"):
+        privlab.audit_update(before, vit, model="cifar_vit", reference=photos[0])  # pyright: ignore[reportArgumentType]

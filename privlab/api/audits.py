@@ -17,6 +17,7 @@ from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
 from privlab.threat import Client
+from privlab.victims.layouts import choose, from_any_layout
 
 Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Tensor]
 
@@ -53,8 +54,8 @@ def audit_update(
         elif isinstance(before, str | Path) or isinstance(after, str | Path):
             raise PrivlabError("before and after must both be files, or both be state dicts or models.")
         else:
-            files = capture_update(before, after, folder)
-        work = partial(runs.audit_gradients, files, reference=None if reference is None else Path(reference))
+            files = capture_update(_weights(before, "before"), _weights(after, "after"), folder)
+        work = partial(runs.audit_gradients, files, reference=_file(reference))
         return _audit(work, model, "a", attacks, out, options | {"client": client})
 
 
@@ -83,7 +84,7 @@ def audit_gradients(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, nn.Module):
             options["weights"] = _saved(model, Path(folder))
-        work = partial(runs.audit_gradients, Path(file), reference=None if reference is None else Path(reference))
+        work = partial(runs.audit_gradients, Path(file), reference=_file(reference))
         return _audit(work, model, "c", attacks, out, options | {"release": "gradients"})
 
 
@@ -111,6 +112,19 @@ def audit_features(
     """
     cut = {"release": "features", "cut_layer": recorded_cut_layer(Path(folder)), "images": folder}
     return _audit(partial(runs.audit_features, Path(folder), limit=limit), model, "c", attacks, out, options | cut)
+
+
+def _weights(given: nn.Module | Mapping[str, Tensor], name: str) -> nn.Module | Mapping[str, Tensor]:
+    """Return a model, or the weights that a state dict or a checkpoint holds."""
+    return given if isinstance(given, nn.Module) else from_any_layout(choose(given, name)[0])
+
+
+def _file(reference: str | Path | None) -> Path | None:
+    if reference is None:
+        return None
+    if isinstance(reference, str | Path):
+        return Path(reference)
+    raise PrivlabError(f"reference is the file of the private image. Found {type(reference).__name__}: save it as PNG.")
 
 
 def _audit(

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 LEAKED = 3
 """The exit status of `--fail-on-leak` where an image is certified."""
 
-_LEAKS = {
-    True: "yes, a private image was reconstructed",
-    False: "no, nothing was released",
-    None: "not known: no reconstruction is proven to be a private image, and that attacks fail proves nothing",
-}
-"""What is said of an audit's `leaks`."""
 
 _SCORES_IN_A_ROW = 5
 """How many metrics fit beside the name of an attack in 80 columns."""
@@ -178,6 +172,8 @@ def _report(run: "Run", as_json: bool) -> int:
 
     Return the exit status.
     """
+    from privlab.report.run import LEAKS
+
     facts = run.results.facts
     kind = "batches" if "batches" in facts else "attacks"
     rows, reference, flags = facts[kind], facts.get("reference"), facts.get("flags", [])
@@ -188,7 +184,7 @@ def _report(run: "Run", as_json: bool) -> int:
         result |= {"reference": reference, "warnings": run.warnings, "missing_metrics": run.missing}
         shared.print_json(result | {"failed": len(failed)})
     else:
-        shared.print_text(f"leaks: {_LEAKS[run.leaks]}")
+        shared.print_text(f"leaks: {LEAKS[run.leaks]}")
         if kind == "batches":
             _print_batches(rows)
         elif rows:  # else a flag says that no attack ran

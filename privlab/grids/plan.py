@@ -16,13 +16,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, warn
+from privlab.defenses import defenses as installed_defenses
 from privlab.evaluation import Specification, name_of, source_of, subject_of
 from privlab.evaluation.setup import learned_for
+from privlab.evaluation.specification import defense_of
 from privlab.grids.definition import Experiment, name_lpips
 from privlab.grids.tasks import Options, Task, references
 from privlab.images import Data, NamedImage, to_csv
 from privlab.metrics import Embedding, Learned, Lpips
+from privlab.release import kinds_of
 from privlab.stores import Store, part_frame
 from privlab.threat import attack_declarations
 from privlab.victims import Victim, victim
@@ -33,7 +37,8 @@ class Grid:
     """An experiment laid out on this machine: a task with all images for each specification and setting of a case.
 
     `missing` says why a metric cannot be computed here, and `learned` states the file and hash of each metric's trained
-    weights.
+    weights. `declared` has what classes that are not installed declare: the defenses that an attack knows, and the
+    kinds of effects of a defense, by name.
     """
 
     experiment: Experiment
@@ -42,6 +47,7 @@ class Grid:
     missing: Mapping[str, str]
     messages: tuple[str, ...]
     learned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    declared: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
 
     @cached_property
     def image_lists(self) -> dict[tuple[NamedImage, ...], str]:
@@ -97,7 +103,7 @@ class Grid:
             "images": {"source": "; ".join(self.sources), "count": len({key for of in keys.values() for key in of})},
             "learned_metrics": dict(self.learned),
             "missing_metrics": dict(self.missing),
-        }
+        } | ({"declared": dict(self.declared)} if self.declared else {})
 
 
 def lay_out(
@@ -125,6 +131,7 @@ def lay_out(
     found: dict[tuple[object, ...], tuple[Data, tuple[NamedImage, ...]]] = {}
     looked_for: dict[tuple[object, ...], tuple[Mapping[str, Learned], Mapping[str, str]]] = {}
     tasks: list[Task] = []
+    declared: dict[str, dict[str, list[str]]] = {}
     with collect_warnings(messages):
         mine = own_victim(own, experiment.cases[0].runs[0], device)
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
@@ -147,6 +154,12 @@ def lay_out(
                     if isinstance(metric, Lpips | Embedding)
                 }
                 attacks = [attack for group in subject.groups for attack in group.attacks]
+                for attack in attacks:
+                    if attack.name not in installed_attacks():
+                        declared.setdefault("knows", {})[attack.name] = sorted(attack_declarations(attack).knows)
+                for part in defense_of(spec, subject.base, setting).parts:
+                    if part.name not in installed_defenses():
+                        declared.setdefault("effects", {})[part.name] = sorted(kinds_of(part))
                 task = Task(
                     number,
                     spec,
@@ -164,7 +177,7 @@ def lay_out(
     _check_attacks(tasks)
     sources = tuple(dict.fromkeys(source.description for source, _ in found.values()))
     messages += [f"{name} is n/a: {reason}" for name, reason in unavailable.items()]
-    return Grid(experiment, tuple(tasks), sources, unavailable, tuple(messages), learned)
+    return Grid(experiment, tuple(tasks), sources, unavailable, tuple(messages), learned, declared)
 
 
 def own_victim(own: nn.Module | Victim | None, spec: Specification, device: torch.device) -> Victim | None:

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from privlab.evaluation import Specification
 
 
+LEAKS = {
+    True: "yes, a private image was reconstructed",
+    False: "no, nothing was released",
+    None: "not known: no reconstruction is proven to be a private image, and that attacks fail proves nothing",
+}
+"""What is said of an audit's `leaks`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """The results of a run: records, images and provenance, all of them in its directory.
@@ -94,7 +102,15 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """Return what the run shows, in words: the verdict on each case, and the sentences on all cases."""
+        """Return what the run shows, in words: the verdict on each case, and the sentences on all cases.
+
+        An audit begins with whether an image is proven to leak; without a reference nothing else is known.
+        """
+        facts = self.results.facts
+        if "unscored" in facts:
+            return f"leaks: {LEAKS[self.leaks]}"
+        if "leaks" in facts:
+            return "\n".join([f"leaks: {LEAKS[self.leaks]}", *(f"{cell.label}: {cell}" for cell in self.verdicts)])
         return "\n".join([*(f"{cell.label}: {cell}" for cell in self.verdicts), *self.lead])
 
     @cached_property

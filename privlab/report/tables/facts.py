@@ -1,7 +1,7 @@
 """The facts that verdicts and red flags read: the scores of each case, and what its rows state."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import pandas as pd
@@ -39,6 +39,8 @@ class Facts:
         geometry: "in_place", "oracle" or "reassembled": in which reconstructions are compared.
         level: confidence level of all intervals of a case together, in (0, 1).
         knowing: attacks that know every defense here, though their classes are not installed.
+        declared: of classes that are not installed, by their names: under "knows" the defenses that an attack knows,
+            and under "effects" the kinds of effects of a defense.
     """
 
     records: pd.DataFrame
@@ -47,12 +49,15 @@ class Facts:
     geometry: str = "in_place"
     level: float = 0.95
     knowing: frozenset[str] = frozenset()
+    declared: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, results: Results) -> "Facts":
         """Return the facts of results, by the metrics of their table."""
         layout = results.layout
-        return cls(results.records, case_names(results), layout.columns, layout.geometry, layout.interval)
+        declared, level = results.facts.get("declared", {}), layout.interval
+        names = case_names(results)
+        return cls(results.records, names, layout.columns, layout.geometry, level, declared=declared)
 
     @cached_property
     def rows(self) -> pd.DataFrame:
@@ -172,13 +177,17 @@ class Facts:
 
     def knows(self, attack: str, case: int) -> bool:
         """Return whether all parts of a case's defense are undone in what is scored, by the attack or the geometry."""
-        known = undone(attack, self.cases[case], self.geometry)
+        known = undone(attack, self.cases[case], self.geometry).union(self.declared.get("knows", {}).get(attack, ()))
         return attack in self.knowing or knows(known, self.defenses[case], self.kinds[case])
 
     @cached_property
     def kinds(self) -> Mapping[int, Mapping[str, frozenset[str]]]:
         """Return the kinds of effects of those parts of each case's defense that are not privlab's own."""
-        return {case: kinds_in(self.cases[case], parts) for case, parts in self.defenses.items()}
+        own = {part: frozenset(kinds) for part, kinds in self.declared.get("effects", {}).items()}
+        return {
+            case: {**kinds_in(self.cases[case], parts), **{part: own[part] for part in parts & own.keys()}}
+            for case, parts in self.defenses.items()
+        }
 
 
 def join_first(texts: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
+from rich.protocol import rich_cast
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -136,6 +137,8 @@ class Table:
         for place, column in enumerate(self.columns):
             texts = [column.head, *(line.cells[place].text for line in self.lines if line.cells)]
             least = max((len(word) for text in texts for word in text.split()), default=0)
+            if not any(each.kind == "figure" for each in self.columns):
+                least = min(least, _NAME_WIDTH)  # no figure must stay whole, so a longer word is folded
             whole = column.kind == "figure" or max(len(line) for text in texts for line in text.split("\n")) <= least
             if place == 0 and indent:  # names would otherwise be wrapped to a word a line
                 least = indent + max(least, min(_NAME_WIDTH, max(map(len, texts))))
@@ -184,7 +187,9 @@ class Table:
 
 
 def terminal_text(shown: RenderableType, width: int = 80) -> str:
-    """Return what a terminal of a width shows."""
+    """Return what a terminal of a width shows; a table that has no place in it is wider, so that nothing is cut."""
+    if isinstance(shown := rich_cast(shown), RichTable):
+        width = max(width, Console(width=10_000).measure(shown).minimum)
     console = Console(width=width, file=io.StringIO())
     with console.capture() as captured:
         console.print(shown, crop=False)
