@@ -1,7 +1,7 @@
 """A run as an object: its records, its table, its verdict, its images, and what they are written to."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import torch
 from jaxtyping import Float
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
@@ -244,7 +244,7 @@ class Run:
                 break
         return line
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield what a terminal shows: the verdict, a table of the cases, what weakens it, and where the images are."""
         yield Text("Verdict", style="bold")
         for line in self.verdict.splitlines():

@@ -13,7 +13,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from privlab.grids import KNOWN
 from privlab.report.tables import metric_title
@@ -140,7 +140,7 @@ class Scale:
             low = min(positive)
         return cls(log, (low, high), top, bottom)
 
-    def place(self, values: ArrayLike) -> NDArray[np.float64]:
+    def place(self, values: Any) -> NDArray[np.float64]:  # noqa: ANN401
         """Return where scores are drawn."""
         return np.clip(np.asarray(values, dtype=float), self.bottom, self.top)
 
