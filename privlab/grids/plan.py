@@ -270,6 +270,7 @@ def _measured(
     names = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin", "label"]
     table = store.read(names)
     rows = part_frame(table.filter(pc.equal(table["geometry"].cast("string"), "in_place")))
+    rows = rows[rows.cell.notna()]  # records of an earlier version have no cells, and no plan takes them as done
     labels = rows.label.where(rows.label_origin != "predicted").fillna(-1).astype("int64")
     batches = rows.batch.astype(object).where(rows.batch.notna(), None)
     columns = (rows.cell, rows.image_id, batches, rows.status, rows.metrics.fillna(""), labels)

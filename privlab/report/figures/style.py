@@ -13,7 +13,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import NDArray
 
 from privlab.grids import KNOWN
 from privlab.report.tables import metric_title
@@ -127,7 +126,7 @@ class Scale:
     @classmethod
     def over(cls, values: Iterable[float], *, log: bool) -> "Scale":
         """Return the scale of an axis; it is logarithmic if `log` allows that and values ≥ 0 span over two decades."""
-        known = [value for value in values if not math.isnan(value)]
+        known = [float(value) for value in values if not math.isnan(value)]
         finite = [value for value in known if math.isfinite(value)] or [0.0, 1.0]
         positive = [value for value in finite if value > 0]
         low, high = min(finite), max(finite)
@@ -140,8 +139,8 @@ class Scale:
             low = min(positive)
         return cls(log, (low, high), top, bottom)
 
-    def place(self, values: Any) -> NDArray[np.float64]:  # noqa: ANN401
-        """Return where scores are drawn."""
+    def place(self, values: Any) -> Any:  # noqa: ANN401
+        """Return where a score, or each score of an array, is drawn."""
         return np.clip(np.asarray(values, dtype=float), self.bottom, self.top)
 
     def apply(self, ax: Axes, which: Literal["x", "y"]) -> None:
