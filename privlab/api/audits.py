@@ -19,7 +19,7 @@ from privlab.report.run import Run
 from privlab.threat import Client
 from privlab.victims.layouts import choose, from_any_layout
 
-Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Tensor]
+Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Any]
 
 
 def audit_update(
@@ -36,7 +36,7 @@ def audit_update(
     """Attack the update of a client's round, and return the run; `leaks` and `verdict` say what was found.
 
     Args:
-        before: the weights that the client began with: a file, a state dict or a model.
+        before: the weights that the client began with: a file, a state dict, a checkpoint that holds one, or a model.
         after: the weights that it sent.
         model: the client's model: a name, or a model of timm.
         client: how the client trained; what is not stated is fitted to the update where that can be.
@@ -114,7 +114,7 @@ def audit_features(
     return _audit(partial(runs.audit_features, Path(folder), limit=limit), model, "c", attacks, out, options | cut)
 
 
-def _weights(given: nn.Module | Mapping[str, Tensor], name: str) -> nn.Module | Mapping[str, Tensor]:
+def _weights(given: nn.Module | Mapping[str, Any], name: str) -> nn.Module | Mapping[str, Tensor]:
     """Return a model, or the weights that a state dict or a checkpoint holds."""
     return given if isinstance(given, nn.Module) else from_any_layout(choose(given, name)[0])
 
