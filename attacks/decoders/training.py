@@ -52,7 +52,7 @@ class Trained(Checked, Generic[Network]):
     seed: int
 
     def form(self, seen: Seen) -> tuple[str, ...]:
-        """Return name and version of this kind of network, and what else shapes it beside what `key` reads."""
+        """Return the name and version of this kind of network, and the options that `key` does not read."""
         raise NotImplementedError
 
     def made(self, seen: Seen) -> Network:

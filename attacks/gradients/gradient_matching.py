@@ -129,7 +129,7 @@ class GradientMatching(Checked):
         """Reconstruct the images that the clients fed.
 
         Raises:
-            PrivlabError: if labels cannot be told, the start is not granted, or the objective is not finite there.
+            PrivlabError: if labels cannot be inferred, the start is not granted, or the objective is not finite there.
 
         Warns:
             PrivlabWarning: if masked slots cannot be told, or the state cannot be kept.

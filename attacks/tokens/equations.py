@@ -84,7 +84,8 @@ def separate(
         near: guesses of some tokens of each release, from which these are found together.
         usual: tokens of other images. Half of the starts of each round are some of them, within the span: nearer to
             tokens than points that are drawn at random.
-        most: the tokens after which the search of a release ends, where not all products are of this MLP; None for all.
+        most: the largest number of tokens that is searched for in a release, as not all products need be of this MLP;
+            None for all.
 
     Source: ours; the sums are the chain rule, batch and tokens alike.
     """

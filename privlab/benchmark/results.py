@@ -230,7 +230,7 @@ def entries(folders: Sequence[Path] = ()) -> list[Result]:
         folders: each with *.json, or with results/*.json.
 
     Raises:
-        PrivlabError: if a folder is not there, a result was edited or is of another version, or two are of one entry.
+        PrivlabError: if a folder does not exist, a result was edited or has another version, or an entry has two.
     """
     found: dict[tuple[str, str], Result] = {}
     for results in (of_package(), *map(entries_of, folders)):

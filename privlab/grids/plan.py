@@ -131,7 +131,9 @@ def lay_out(
     found: dict[tuple[object, ...], tuple[Data, tuple[NamedImage, ...]]] = {}
     looked_for: dict[tuple[object, ...], tuple[Mapping[str, Learned], Mapping[str, str]]] = {}
     tasks: list[Task] = []
-    declared: dict[str, dict[str, list[str]]] = {}
+    knows: dict[str, list[str]] = {}
+    effects: dict[str, list[str]] = {}
+    firsts: dict[str, dict[Specification, int]] = {}
     with collect_warnings(messages):
         mine = own_victim(own, experiment.cases[0].runs[0], device)
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
@@ -156,10 +158,11 @@ def lay_out(
                 attacks = [attack for group in subject.groups for attack in group.attacks]
                 for attack in attacks:
                     if attack.name not in installed_attacks():
-                        declared.setdefault("knows", {})[attack.name] = sorted(attack_declarations(attack).knows)
+                        knows[attack.name] = sorted(attack_declarations(attack).knows)
                 for part in defense_of(spec, subject.base, setting).parts:
-                    if part.name not in installed_defenses():
-                        declared.setdefault("effects", {})[part.name] = sorted(kinds_of(part))
+                    if part.name not in installed_defenses() and part.name not in effects:
+                        effects[part.name] = sorted(kinds_of(part))  # measured on a stand-in, once for all its options
+                of_victim = firsts.setdefault(subject.base.name, {})
                 task = Task(
                     number,
                     spec,
@@ -169,11 +172,13 @@ def lay_out(
                     tuple(name for name in spec.metrics if name not in lacking),
                     subject.refused,
                     first=spec is case.runs[0],
+                    strip=of_victim.setdefault(case.runs[0], len(of_victim)),
                     one_key=frozenset(attack.name for attack in attacks if attack_declarations(attack).one_key),
                     own=mine,
                 )
                 tasks.append(task)
     tasks.sort(key=lambda task: task.case)
+    declared = {"knows": knows, "effects": effects} if knows or effects else {}
     _check_attacks(tasks)
     sources = tuple(dict.fromkeys(source.description for source, _ in found.values()))
     messages += [f"{name} is n/a: {reason}" for name, reason in unavailable.items()]

@@ -72,9 +72,10 @@ class Task:
 
     A grid has one task for each specification and setting, with all of its images, cells and metrics; `missing` cuts
     out of it what a store lacks. `metrics` are those that can be computed here, and `refused` says why attacks cannot
-    run. `first` marks the first specification of the case, of which strips are kept. `one_key` names the attacks that
-    read the releases of all images as one. `kept` names files of earlier reconstructions, which are scored again. `own`
-    is a victim that is attacked instead of the one that `spec` names.
+    run. `first` marks the first specification of the case, of which strips are kept; `strip` is its number among those
+    on the same victim, by which the files of strips differ. `one_key` names the attacks that read the releases of all
+    images as one. `kept` names files of earlier reconstructions, which are scored again. `own` is a victim that is
+    attacked instead of the one that `spec` names.
     """
 
     case: int
@@ -85,6 +86,7 @@ class Task:
     metrics: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
     first: bool = True
+    strip: int = 0
     one_key: frozenset[str] = frozenset()
     own: Victim | None = None
     options: Options = Options()
@@ -174,7 +176,7 @@ def run_task(task: Task) -> Result:
                 if place < pictures:
                     files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
                 if place < strips:
-                    files[f"strips/{strip_name(place, strip, task.case)}"] = strip_png(strip)
+                    files[f"strips/{strip_name(place, strip, task.strip)}"] = strip_png(strip)
         if reconstructions:
             name = hashlib.sha256("\n".join(sorted(reconstructions)).encode()).hexdigest()[:24]
             files[f"kept/{name}.safetensors"] = _saved(reconstructions)

@@ -106,12 +106,11 @@ class Run:
 
         An audit begins with whether an image is proven to leak; without a reference nothing else is known.
         """
-        facts = self.results.facts
+        facts, leaks = self.results.facts, f"leaks: {LEAKS[self.leaks]}"
         if "unscored" in facts:
-            return f"leaks: {LEAKS[self.leaks]}"
-        if "leaks" in facts:
-            return "\n".join([f"leaks: {LEAKS[self.leaks]}", *(f"{cell.label}: {cell}" for cell in self.verdicts)])
-        return "\n".join([*(f"{cell.label}: {cell}" for cell in self.verdicts), *self.lead])
+            return leaks
+        cases = [f"{cell.label}: {cell}" for cell in self.verdicts]
+        return "\n".join([leaks, *cases] if "leaks" in facts else [*cases, *self.lead])
 
     @cached_property
     def flags(self) -> list["tables.Flag"]:

@@ -210,11 +210,10 @@ class RunDirectory:
         run.check(overwrite=overwrite, resume=resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if run.begun():
-                if overwrite:
-                    run._clear()
-                for folder in (path, run.store.records, path / "strips", path / "kept", *path.glob("pictures/*/")):
-                    delete_unfinished(folder)
+            if overwrite and run.begun():
+                run._clear()
+            for folder in (path, run.store.records, path / "strips", path / "kept", *path.glob("pictures/*/")):
+                delete_unfinished(folder)  # also of a run that was killed before it had written run.json
             run.store.records.mkdir(exist_ok=True)
             if not resume:
                 (path / "strips").mkdir(exist_ok=True)

@@ -64,7 +64,7 @@ def strip_name(index: int, strip: Strip, case: int = 0) -> str:
     Args:
         index: the number of the image.
         strip: names the image and the victim.
-        case: the number of the case; each case of a grid has its own strips.
+        case: the number of the case among those on this victim; each has its own strips.
     """
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(strip.image).with_suffix("").as_posix()).strip("-")
     victim = re.sub(r"[^A-Za-z0-9_.-]+", "-", strip.victim)

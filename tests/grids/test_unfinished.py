@@ -70,3 +70,10 @@ def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PrivlabError, match=r"'.*\\xff'"):
             make(path)
     assert not path.exists()
+
+
+def test_a_run_that_was_killed_before_its_first_file_was_whole_leaves_nothing(tmp_path: Path, left: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / left).write_bytes(b"half of run.json")
+    RunDirectory.create(tmp_path / "run", resume=True)
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == ["records"]

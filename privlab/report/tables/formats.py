@@ -135,11 +135,15 @@ class Table:
         shown = RichTable(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         indent = _INDENT if self._has_cases else 0
         for place, column in enumerate(self.columns):
-            texts = [column.head, *(line.cells[place].text for line in self.lines if line.cells)]
+            cells = (line.cells[place] for line in self.lines if line.cells)
+            texts = [column.head, *(Text.from_markup(cell.markup).plain for cell in cells)]
+            longest = max(len(line) for text in texts for line in text.split("\n"))
             least = max((len(word) for text in texts for word in text.split()), default=0)
             if not any(each.kind == "figure" for each in self.columns):
                 least = min(least, _NAME_WIDTH)  # no figure must stay whole, so a longer word is folded
-            whole = column.kind == "figure" or max(len(line) for text in texts for line in text.split("\n")) <= least
+            whole = column.kind != "words" or longest <= least
+            if whole:
+                least = longest  # rich would take the longest word for what a line needs, and cut it
             if place == 0 and indent:  # names would otherwise be wrapped to a word a line
                 least = indent + max(least, min(_NAME_WIDTH, max(map(len, texts))))
             justify = "left" if column.kind == "words" else "right"
