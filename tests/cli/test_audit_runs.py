@@ -273,7 +273,10 @@ def test_what_another_run_left_is_not_touched(
     assert recorded().status == 0
     before = (tmp_path / "audit" / "run.json").read_bytes()
     for options in (("--seed", 1), ("--defense", "column-permutation"), ("--attack", "pe-assignment")):
-        assert recorded(*options).error == f"'{tmp_path}/audit' holds another run. Use --overwrite, or another --out."
+        assert (
+            recorded(*options).error
+            == f"'{tmp_path}/audit' holds another run. Overwrite it (--overwrite) or give another directory."
+        )
     assert "holds another run" in attack("--out", tmp_path / "audit", "--metrics", "psnr").error
     assert (tmp_path / "audit" / "run.json").read_bytes() == before
     for file in recording.rglob("*.safetensors"):
