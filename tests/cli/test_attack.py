@@ -16,7 +16,8 @@ from PIL import Image
 import privlab
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError
-from privlab.evaluation import COLUMNS, EXACT_DB, GEOMETRIES, Specification, applicable
+from privlab.evaluation import COLUMNS, GEOMETRIES, Specification, applicable
+from privlab.metrics import EXACT_DB
 from privlab.victims import victim
 
 TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]

@@ -102,7 +102,7 @@ def test_experiment_of_ours_by_its_name(cli: Any, photos: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_formats(table: Any) -> None:
+def test_writers(table: Any) -> None:
     latex = table("--format", "latex").out
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 1
     assert r"\documentclass" not in latex

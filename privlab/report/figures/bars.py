@@ -16,7 +16,7 @@ from privlab.grids import KNOWN, Figure
 from privlab.report.figures import style
 from privlab.report.figures.data import ENDS, control_of, names_of, notes, scores_of
 from privlab.report.tables import SINGLE, WORST, Results, figure_text
-from privlab.report.tables.table import decimals
+from privlab.report.tables.cells import decimals
 
 _BAR, _BAR_GAP = 0.11, 0.06
 """Heights of a bar, and of the gap between cases, in inches."""

@@ -19,11 +19,11 @@ from privlab.evaluation import CONTROL
 from privlab.metrics import METRICS, MIRRORED, STRUCTURE
 from privlab.release import EXPLAINED_RESIDUAL
 from privlab.report.intervals import FEWEST_IMAGES
+from privlab.report.tables.cells import some
 from privlab.report.tables.facts import SHARED_COLUMNS, Facts
 from privlab.report.tables.knowledge import undefended_attack
 from privlab.report.tables.measure import Measure, exact_images, measure
 from privlab.report.tables.per_image import Scored, attack_label
-from privlab.report.tables.table import some
 
 Word = Literal["broken", "leaks", "holds", "no evidence"]
 

@@ -11,10 +11,10 @@ import pandas as pd
 from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
 from privlab.report.intervals import FEWEST_IMAGES
+from privlab.report.tables.cells import some
 from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, join_first
 from privlab.report.tables.knowledge import AGGREGATION, declared_defenses, knows
 from privlab.report.tables.per_image import Scored
-from privlab.report.tables.table import some
 from privlab.threat import AttackClass, Capability, acts_on
 
 DETERMINISTIC = frozenset(

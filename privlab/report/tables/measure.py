@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation import CONTROL, EXACT_DB
+from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
-from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
+from privlab.metrics import DECIBELS, EXACT_DB, MIRRORED, STRUCTURE
 from privlab.report.intervals import FEWEST_IMAGES, gain_interval
-from privlab.report.tables.leakage import Score
+from privlab.report.tables.cells import figure_text, some, unit_of
 from privlab.report.tables.per_image import sign_of
-from privlab.report.tables.table import figure_text, some, unit_of
+from privlab.report.tables.rows import Score
 
 _MIRRORED = "the mirrored image"
 """A control that the attack itself gives: its reconstruction, compared with the mirrored image."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from privlab.grids import KNOWN
+from privlab.report.tables.cells import figure_text, some
 from privlab.report.tables.per_image import WORST
 from privlab.report.tables.results import Results, case_names
-from privlab.report.tables.table import figure_text, some
 
 _WORDS = {"seen": "seen in training", "not seen": "not seen", "unknown": "unknown"}
 

@@ -15,8 +15,8 @@ import pandas as pd
 from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
 from privlab.grids import Figure, Layout, columns_of, papers_attack
-from privlab.report.tables.leakage import NO_SCORE, Kind, Row, Score, leakage
 from privlab.report.tables.per_image import Scored, lead_metric, sign_of
+from privlab.report.tables.rows import NO_SCORE, Kind, Row, Score, leakage
 from privlab.stores import Place, RunDirectory, places_of
 
 

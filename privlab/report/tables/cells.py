@@ -9,10 +9,10 @@ from types import MappingProxyType
 from privlab.evaluation import CONTROLS
 from privlab.grids import KNOWN, Layout, beside
 from privlab.metrics import METRICS, PLACEMENT
-from privlab.report.tables.formats import Cell, Column, Line, Table
-from privlab.report.tables.leakage import Row, conditions_that_differ
 from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric, sign_of
 from privlab.report.tables.results import Results
+from privlab.report.tables.rows import Row, conditions_that_differ
+from privlab.report.tables.writers import Cell, Column, Line, Table
 
 _MEASURED_KINDS = ("paper", "worst", "single", "attack")
 _SHORT_TITLES = {
