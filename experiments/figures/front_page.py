@@ -15,7 +15,12 @@ from privlab.stores import places_of
 STRIP = Path(__file__).parents[1] / "notes" / "strip_vit_ti_mjp.png"
 PICTURE = STRIP.with_name("front_page.jpg")
 
-_COLUMNS = ("private image", "what the client\nfeeds the model", "the paper's attack\n(april)", "knows the defense\n(mjp-full)")
+_COLUMNS = (
+    "private image",
+    "what the client\nfeeds the model",
+    "the paper's attack\n(april)",
+    "knows the defense\n(mjp-full)",
+)
 _ROWS: Mapping[str, tuple[str, str]] = {"no defense": ("16.6 dB", "exact"), "MJP": ("9.8 dB", "exact")}
 """The scores are those under the strip's panels: PSNR of `april`; `mjp-full` has every grey level right."""
 
