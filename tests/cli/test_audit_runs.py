@@ -179,7 +179,9 @@ def test_a_failing_attack_has_rows_with_its_reason(recorded: Cli, tones: type[To
     found = pd.read_parquet(tmp_path / "audit" / "records")
     failed = found[found.status == "failed"]
     assert failed.image.tolist() == NAMES[3:6]
-    assert set(zip(failed.attack, failed.reason, strict=True)) == {("tones", "tones: RuntimeError: no memory")}
+    assert set(failed.attack) == {"tones"}
+    (reason,) = set(failed.reason)
+    assert reason.startswith("tones: RuntimeError: no memory is left (test_audit_runs.py, line ")
     assert failed.metrics.isna().all()
     assert (found.status == "ok").sum() == 13
     assert recorded("--attack", "tones,pe-assignment").status == 2  # a failure stays one

@@ -180,7 +180,7 @@ def test_key_files(cli: Cli, key: Path, model: Path, tmp_path: Path) -> None:
     key.chmod(0o644)
     assert "(mode 644): run chmod 600" in cli("keys", "show", key).error
     model.chmod(0o600)
-    assert "is no key file of privlab" in cli("keys", "show", model).error
+    assert "is not a key file of privlab" in cli("keys", "show", model).error
     key.chmod(0o600)
     key.write_bytes(key.read_bytes()[:-9])
     assert "corrupted or truncated" in cli("keys", "show", key).error

@@ -187,7 +187,7 @@ def test_a_folder_is_no_key(tmp_path: Path) -> None:
 )
 def test_foreign_files_are_no_keys(tmp_path: Path, content: bytes) -> None:
     write_new(tmp_path / "a", content, private=True)
-    assert "is no key file of privlab, or its header is damaged" in refused(tmp_path / "a")
+    assert "is not a key file of privlab, or its header is damaged" in refused(tmp_path / "a")
 
 
 def test_a_newer_format_is_named(path: Path) -> None:

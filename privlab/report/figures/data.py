@@ -53,7 +53,7 @@ def names_of(results: Results, *, grouped: bool = False) -> list[str]:
 
 
 _GEOMETRIES = {
-    "oracle": "Moved patches are put where they fit best, alike for attacks and controls (oracle geometry).",
+    "oracle": "Moved patches are put where they fit best, for attacks and controls (oracle geometry).",
     "reassembled": "Shuffled patches are put in order by the adversary (reassembled geometry).",
 }
 

@@ -1,4 +1,4 @@
-"""Contact sheets: reconstructions at the best, the median and the worst score, beside the private image."""
+"""Contact sheets: reconstructions at the best, the median and the worst score, next to the private image."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The verdict of the page: the paper's attack beside the worst case, and everything that weakens either of them."""
+"""The verdict of the page: the paper's attack and the worst case, and everything that weakens either of them."""
 
 import math
 from collections import Counter

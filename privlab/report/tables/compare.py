@@ -95,7 +95,7 @@ _Place = tuple[str, str | None, str]
 
 
 def _names(results: Results) -> list[_Name]:
-    """Return a name for each case: its group, its label, and a number that tells equal names apart."""
+    """Return a name for each case: its group, its label, and a number that distinguishes equal names."""
     names = [(case.group, case.label) for case in results.cases]
     return [(*name, names[:i].count(name)) for i, name in enumerate(names)]
 
