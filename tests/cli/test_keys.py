@@ -221,4 +221,4 @@ def test_a_missing_tensor_is_named(cli: Cli, model: Path, key: Path, tmp_path: P
 def test_a_broken_key_of_the_right_format_is_refused(cli: Cli, key: Path, tmp_path: Path) -> None:
     shape = load_key(key).shape
     save_key(residual_only(torch.zeros(192, dtype=torch.int64), shape), shape, tmp_path / "b")
-    assert "order 'residual' is no permutation" in cli("keys", "show", tmp_path / "b").error
+    assert "order 'residual' is not a permutation" in cli("keys", "show", tmp_path / "b").error
