@@ -11,6 +11,7 @@ from .flags import red_flags as red_flags
 from .formats import FORMATS as FORMATS
 from .formats import Table as Table
 from .formats import terminal_text as terminal_text
+from .formats import to_markdown as to_markdown
 from .formats import to_tex as to_tex
 from .leakage import Row as Row
 from .leakage import Score as Score
