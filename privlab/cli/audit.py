@@ -15,6 +15,7 @@ from privlab.cli import names
 from privlab.cli import options as option
 from privlab.release.given import check_gradients, session_folders
 from privlab.threat.client import CLIENT_PRESETS, OPTIMISERS
+from privlab.victims.names import file_and_entry
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
@@ -66,7 +67,7 @@ def update(context: click.Context, before: Path, after: Path, **options: Any) ->
             f"preset ({', '.join(CLIENT_PRESETS)}). Found none. --set client.lr=0.01 and so on say the rest."
         )
     for file, role in ((before, "before"), (after, "after")):
-        if not file.with_name(file.name.partition("#")[0]).is_file():
+        if not file_and_entry(file)[0].is_file():
             raise PrivlabError(f"No file at '{file}'. Give the weights {role} the round, BEFORE AFTER.")
     return _audit_release(context, (before, after), "a", **options)
 
@@ -204,6 +205,7 @@ def _report(run: "Run", as_json: bool) -> int:
 def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what each attack proves, and its scores by the reference, with few metrics in a table."""
     from privlab.grids import KNOWN
+    from privlab.report.evidence import what_it_says
     from privlab.report.tables import shown_metrics
 
     facts = run.results.facts
@@ -211,7 +213,7 @@ def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     proofs: list[tuple[str, str, str]] = []
     for row in rows:
         residual = f"{float(row['residual']):.1e}" if "residual" in row else "n/a"
-        proofs.append((row["attack"], residual, _says(row, what, as_stored=facts["reference"] is None)))
+        proofs.append((row["attack"], residual, what_it_says(row, what, as_stored=facts["reference"] is None)))
     shared.print_columns(("attack", "residual", "what it says"), proofs)
     shared.print_text(f"residual: distance between the {what} of the image and the released one; 0 is the same")
     shown = [] if "unscored" in facts else shown_metrics(run.spec.metrics)
@@ -221,23 +223,6 @@ def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
         scores = [[f"{float(row[m.name]):.{m.decimals}f}" if m.name in row else "n/a" for m in metrics] for row in rows]
         named = [(row["attack"], *cells) for row, cells in zip(rows, scores, strict=True)]
         shared.print_columns(("attack", *headings), named)
-
-
-def _says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
-    """Return what a row of an audit proves about the private image."""
-    if row["status"] != "ok":
-        return "failed"
-    if "block" not in row:
-        return "no attack made it"
-    if row.get("blank"):
-        return "nothing found: one colour"
-    if not row["explained"]:
-        return f"not {'checked' if row['explained'] is None else 'proven'}: look at the image"
-    several = row["images"] > 1
-    if row["proof"] == "grey levels":
-        return f"{'stored images: they lie' if several else 'a stored image: it lies'} on grey levels"
-    image = "the private image: it gives" if as_stored else "what was fed: it gives"
-    return f"{'the private images: together they give' if several else image} the released {what}"
 
 
 def _print_batches(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -143,15 +143,19 @@ def add_external(directory: Path, file: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("directory", type=PATH)
-@click.option("--out", type=PATH, help="The HTML file.  [default: DIRECTORY/report.html]")
+@click.option("--out", type=PATH, help="The file, HTML or, of an audit, .md.  [default: DIRECTORY/report.html]")
 @shared.common
 def report(directory: Path, out: Path | None, as_json: bool) -> None:
     """Write one self-contained HTML page about a run."""
-    from privlab.report.page import write_page
-    from privlab.report.tables import load_results
+    from privlab.report.run import Run
 
+    path = out or directory / "report.html"
     with shared.warned():
-        path = write_page(load_results(directory), out or directory / "report.html")
+        run = Run(directory)
+        if path.suffix == ".md":
+            run.to_markdown(path)
+        else:
+            run.to_html(path)
     shared.print_paths([path], as_json)
 
 

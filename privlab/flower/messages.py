@@ -59,11 +59,11 @@ def weights_of(message: Message, sender: str, names: Collection[str] | None = No
     return {name: torch.from_numpy(array.numpy()) for name, array in found.items()}
 
 
-def record(before: Message, after: Message, folder: Path, round_: int | None, node: int) -> None:
-    """Record an update in `folder/round-R/node-N`, as `privlab audit update` reads it.
+def record(before: Message, after: Message, folder: Path, round_: int | None, node: int) -> tuple[Path, Path] | None:
+    """Record an update in `folder/round-R/node-N`, as `privlab audit update` reads it, and return the two files.
 
     Beside an earlier record, of another federation, the folder is `node-N-2`, and so on. What cannot be recorded is
-    logged in one line, and disturbs no training.
+    logged in one line, and disturbs no training: None is returned.
 
     Args:
         before: what the server sent.
@@ -74,9 +74,10 @@ def record(before: Message, after: Message, folder: Path, round_: int | None, no
     """
     place = folder / (f"message-{before.metadata.message_id}" if round_ is None else f"round-{round_}") / f"node-{node}"
     try:
-        capture_next(weights_of(before, "server"), weights_of(after, "client"), numbered(place))
+        return capture_next(weights_of(before, "server"), weights_of(after, "client"), numbered(place))
     except PrivlabError as error:
         LOG.warning("privlab: round %s, node %s: no update recorded. %s", round_, node, error)
+        return None
 
 
 def refusal(message: Message, reason: str) -> Message:

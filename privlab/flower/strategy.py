@@ -1,13 +1,19 @@
-"""A strategy of a Flower server that keeps each client's update: the honest-but-curious server."""
+"""Strategies of a Flower server: one keeps each client's update, one audits it and leaves out those that leak."""
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from privlab.flower.messages import record
+from privlab.base import PrivlabError
+from privlab.flower.messages import LOG, record, refusal
+from privlab.grids import specify
+from privlab.report.run import LEAKS
+from privlab.runs import audit_gradients
+from privlab.threat import Client
 
 
 class RecordingStrategy(Strategy):
@@ -46,12 +52,14 @@ class RecordingStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Record the updates, then aggregate them as the strategy does."""
-        replies = list(replies)
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            if reply.has_content():
-                record(self.sent[node], reply, self.folder, server_round, node)
-        return self.strategy.aggregate_train(server_round, replies)
+        received = [self._received(server_round, reply) if reply.has_content() else reply for reply in replies]
+        return self.strategy.aggregate_train(server_round, received)
+
+    def _received(self, server_round: int, reply: Message) -> Message:
+        """Record an update, and return what is aggregated in its place."""
+        node = reply.metadata.src_node_id
+        record(self.sent[node], reply, self.folder, server_round, node)
+        return reply
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -73,3 +81,50 @@ class RecordingStrategy(Strategy):
     def summary(self) -> None:
         """Log the strategy's summary."""
         self.strategy.summary()
+
+
+class AuditingStrategy(RecordingStrategy):
+    """Audit the update of each client before it is aggregated, and leave out those that give an image away.
+
+        strategy = AuditingStrategy(FedAvg(), "updates", "timm:vit_tiny_patch16_224", client=Client(lr=0.01))
+
+    No client can leave this audit out. It runs what `privlab audit update` runs on the recorded files, and writes to
+    `updates/round-R/node-N/audit`. An update from which a private image was reconstructed, or which cannot be audited,
+    is replaced by an error, as a client's mod sends it; FedAvg logs it and aggregates the others. Each audit is one
+    line in Flower's log. The server has seen the update all the same: what is to stay with the client needs `AuditMod`.
+
+    Args:
+        strategy: the strategy of the federation, such as FedAvg.
+        folder: path of the folder, on the server's machine. It will hold the images that were reconstructed.
+        model: the name of the federation's model, as `--model` of `privlab audit update` takes it.
+        client: how the clients train: an optimiser, a preset, or its settings.
+        refuse: whether updates that leak are left out, or only logged.
+        options: img_size, normalisation, attack and others, as `privlab.grids.specify` takes them.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        folder: str | Path,
+        model: str,
+        *,
+        client: Client | str = "sgd",
+        refuse: bool = True,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(strategy, folder)
+        self.spec, self.refuse = specify(model, "a", client=client, **options), refuse
+
+    def _received(self, server_round: int, reply: Message) -> Message:
+        node = reply.metadata.src_node_id
+        files = record(self.sent[node], reply, self.folder, server_round, node)
+        said, passes = "it cannot be recorded", False
+        if files is not None:
+            try:
+                leaks = audit_gradients(files, self.spec, out=files[0].parent / "audit").leaks
+                said, passes = f"leaks: {LEAKS[leaks]}", not leaks
+            except PrivlabError as error:
+                said = f"it cannot be audited: {error}"
+        kept = passes or not self.refuse
+        LOG.info("privlab audit: round %s, node %s, %s", server_round, node, said if kept else f"left out, {said}")
+        return reply if kept else refusal(self.sent[node], f"privlab left the update out: {said}")

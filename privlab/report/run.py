@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
-from privlab.base import PrivlabError, first
+from privlab.base import PrivlabError, first, write_whole
 from privlab.grids import specification_of
 from privlab.report import tables
 from privlab.stores import places_of
@@ -205,10 +205,23 @@ class Run:
         return text
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the run as one self-contained page, and return its path."""
+        """Write the run as one self-contained page, and return its path; that of an audit begins with the evidence."""
         from privlab.report.page import write_page
 
         return write_page(self.results, Path(path))
+
+    def to_markdown(self, path: str | Path | None = None) -> str:
+        """Return what an audit is evidence of as Markdown, and write it if there is a path; it has no pictures.
+
+        Raises:
+            PrivlabError: if the run is no audit.
+        """
+        from privlab.report.evidence import to_markdown_text
+
+        text = to_markdown_text(self.results)
+        if path is not None:
+            write_whole(Path(path), lambda draft: draft.write_text(text, encoding="utf-8"), durable=False, place="file")
+        return text
 
     def save(self, path: str | Path) -> "Run":
         """Copy the run into a new directory, and return it there.

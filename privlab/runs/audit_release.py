@@ -3,8 +3,9 @@
 No private image is needed.
 """
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,7 @@ from privlab.runs.audit_reference import ReferenceScorer, as_fed, write_scores
 from privlab.runs.update_diagnosis import label_shares
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
+from privlab.victims import file_and_entry
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
@@ -77,8 +79,9 @@ def audit_gradients(
         if (reason := _nothing_left(case, attacks)) is not None:
             attacks, refused = [], refused | {attack.name: reason for attack in attacks}
         scorer = None if reference is None else ReferenceScorer.of(reference, case.spec, case.base)
-    content = b"".join(path.read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
-    images = unknown_images(case.source, content, case.file.batch_size)
+    names, files = (("before", "after"), file) if isinstance(file, tuple) else (("file",), (file,))
+    content = {name: file_and_entry(path)[0].read_bytes() for name, path in zip(names, files, strict=True)}
+    images = unknown_images(case.source, b"".join(content.values()), case.file.batch_size)
     if case.labels is not None and len({*case.labels}) == 1:
         images = tuple(replace(image, label=case.labels[0], label_origin="released") for image in images)
     if scorer is not None:
@@ -88,7 +91,7 @@ def audit_gradients(
         case = replace(case, seen=seen, **by)
     case = replace(case, attacks=attacks, refused=refused, releases=[images])
     run = RunDirectory.create(out, overwrite=overwrite)
-    facts = case.facts(out, command) | _stated(case) | ({"unscored": UNSCORED} if scorer is None else {})
+    facts = case.facts(out, command) | _stated(case, content) | ({"unscored": UNSCORED} if scorer is None else {})
     with run.noted(facts, messages):
         with collect_warnings(messages):
             made = [_attack(case, attack, scorer, run) for attack in attacks]
@@ -111,11 +114,12 @@ def audit_gradients(
     return case.run(out)
 
 
-def _stated(case: Given) -> dict[str, Any]:
-    """Return what `run.json` states of the file."""
+def _stated(case: Given, content: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return what `run.json` states of the files, whose bytes are `content`."""
     base, file = case.base, case.file
     released = {name: getattr(file, name) for name in ("batch_size", "reduction", "model", "weights_sha256")}
     released |= {"file": file.source, "gradients": len(file.gradients), "without_gradient": sorted(file.without)}
+    released["sha256"] = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
     victim = {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params()
     return {"victim": victim, "released": released, "labels": case.labels}
 

@@ -31,6 +31,7 @@ from .names import ARCHITECTURES as ARCHITECTURES
 from .names import check_img_size as check_img_size
 from .names import check_victim_name as check_victim_name
 from .names import check_weights_file as check_weights_file
+from .names import file_and_entry as file_and_entry
 from .names import victim_names as victim_names
 from .weights import WeightsUnavailable as WeightsUnavailable
 from .weights import cache_folder as cache_folder

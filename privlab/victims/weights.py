@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError, first, warn
 from privlab.victims.anatomy import Vit
 from privlab.victims.layouts import State, by_order, choose
-from privlab.victims.names import check_weights_file
+from privlab.victims.names import check_weights_file, file_and_entry
 
 _ALLOWED: list[Any] = [argparse.Namespace, np.dtype, type(np.dtype("float64")), type(np.dtype("int64")), _scalar]
 """Classes that checkpoints hold beside tensors, such as the arguments of timm's training script: they run no code."""
@@ -79,10 +79,7 @@ def read_state(path: Path) -> State:
         PrivlabWarning: with the entry or the prefix below which the weights were, if it is not a usual one.
     """
     check_weights_file(path)
-    wanted = None
-    if not path.is_file():
-        name, _, wanted = path.name.partition("#")
-        path = path.with_name(name)
+    path, wanted = file_and_entry(path)
     state, told = choose(_content(path), str(path), wanted)
     if told:
         warn(f"{path.name}: read {told}.", 3)

@@ -135,6 +135,12 @@ def test_a_recording_is_audited_without_any_image(
     assert shown.status == 0
     assert "nothing is scored" in shown.out
     assert len(list((tmp_path / "audit" / "strips").iterdir())) == 2
+    assert cli("report", tmp_path / "audit", "--out", tmp_path / "evidence.md").status == 0
+    evidence = (tmp_path / "evidence.md").read_text("utf-8")
+    assert "| pe-assignment | 2 |" in evidence
+    assert "features have none" in evidence  # no letter of a threat model of gradients
+    assert cli("report", tmp_path / "audit").status == 0
+    assert (tmp_path / "audit" / "report.html").read_text("utf-8").count("Reconstruction by pe-assignment") == 2
 
 
 @dataclass(frozen=True)

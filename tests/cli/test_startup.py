@@ -265,3 +265,10 @@ def test_the_installed_command_serves_each_shell(
         commands.main([], prog_name="privlab", standalone_mode=False)
     assert stop.value.code == 0
     assert "row-permutation+column-permutation" in capsys.readouterr().out
+
+
+def test_python_m_privlab_works_like_the_command() -> None:
+    command = (sys.executable, "-m", "privlab", "explain", "nope")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: Unknown attack, defense, metric or flag 'nope'.")

@@ -6,7 +6,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from privlab import capture, victim
 from privlab.cli import cli as command_line
 from privlab.cli.common import EXAMPLES
+from privlab.threat import Client
 from privlab.victims import save
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ PAGES = {
 """The pages that are written by hand. Generated ones hold the examples of commands, which are checked below."""
 
 SLOW = {f"docs/how-to/{name}.md" for name in ("tables", "gradients", "updates", "run", "images", "choose", "benchmark")}
-SLOW |= {"README.md", "docs/how-to/victims.md"}
+SLOW |= {"README.md", "docs/how-to/victims.md", "docs/how-to/which_file.md"}
 """Pages whose blocks take longer than some seconds."""
 
 
@@ -59,7 +60,7 @@ def blocks(text: str) -> list[Block]:
 
 def commands(text: str) -> list[list[str]]:
     """Return the words of each line that calls privlab."""
-    lines = [line.removeprefix("!") for line in text.replace("\\\n", " ").splitlines()]
+    lines = [line.strip().removeprefix("!") for line in text.replace("\\\n", " ").splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("privlab ")]
 
 
@@ -79,6 +80,7 @@ def refused(words: list[str]) -> list[str]:
 
 
 RUN = {"python", "console", "toml"}
+SPHINX = {"{include}", "{literalinclude}", "{toctree}"}
 EXECUTED = [name for name, text in PAGES.items() if any(block.kind in RUN for block in blocks(text))]
 
 
@@ -153,7 +155,7 @@ def run(words: list[str], cli: Callable[..., Any]) -> None:
 def test_what_does_not_run_says_why_and_names_real_options(name: str) -> None:
     assert not re.search(r"^```[^\n]+`", PAGES[name], re.MULTILINE), "a backtick after a fence ends it"
     for block in blocks(PAGES[name]):
-        assert block.kind in {*RUN, "text", "", "{code-cell}", "{not-run}", "{include}", "{toctree}"}, block
+        assert block.kind in {*RUN, "text", "", "{code-cell}", "{not-run}", *SPHINX}, block
         if block.kind == "{not-run}":
             assert len(block.about.strip()) > 10, block
         elif block.kind in ("text", ""):
@@ -164,6 +166,14 @@ def test_what_does_not_run_says_why_and_names_real_options(name: str) -> None:
     outside = re.sub(r"^(```+)[^\n`]*\n.*?^\1$", "", PAGES[name], flags=re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^    (.+)", outside, re.MULTILINE)
     assert [line for line in indented if "privlab " in line and not line.startswith("python3 -m venv")] == []
+
+
+def test_each_setting_of_a_trainer_leads_to_one_of_a_client() -> None:
+    table = PAGES["docs/how-to/which_file.md"].partition("| your training |")[2]
+    right = [line.split("|")[2] for line in table.splitlines()[2:] if line.startswith("| ")]
+    named = {name.partition("=")[0] for cell in right for name in re.findall(r"`([a-z_0-9]+(?:=[^`]*)?)`", cell)}
+    assert {"loss", "clip", "autocast", "accumulation", "schedule", "trains"} <= named
+    assert named - {"betas"} <= {field.name for field in fields(Client)}
 
 
 def test_every_command_has_examples_with_real_options() -> None:

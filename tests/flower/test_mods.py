@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+import privlab
 from privlab.base import PrivlabError
 from privlab.threat import Client
 
@@ -28,7 +29,7 @@ from flwr.common.constant import ErrorCode  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 from flwr.serverapp.strategy import FedAvg  # noqa: E402
 
-from privlab.flower import AuditMod, RecordingStrategy, RecordMod  # noqa: E402
+from privlab.flower import AuditingStrategy, AuditMod, RecordingStrategy, RecordMod  # noqa: E402
 
 SGD = Client(lr=0.01, steps=2)
 
@@ -285,6 +286,50 @@ def test_a_server_keeps_what_each_client_sent_and_aggregates_as_before(
     assert torch.equal(load_file(place / "after.safetensors")["pos_embed"], arrays.to_torch_state_dict()["pos_embed"])
     assert [*strategy.configure_evaluate(5, arrays, flwr.ConfigRecord(), grid)] == []
     assert strategy.aggregate_evaluate(5, []) is None
+
+
+@pytest.fixture
+def round_on_a_photograph(photographs: Callable[[int, int], Tensor]) -> Callable[..., tuple[Any, Any]]:
+    """Return what lets a strategy send cifar_vit to a client of one photograph, and aggregate what it returns."""
+
+    def run(strategy: AuditingStrategy, *, change: float = 0.0) -> tuple[Any, Any]:
+        own = privlab.victim("cifar_vit").model.vit.requires_grad_(True)
+        grid = create_autospec(Grid, instance=True)
+        (message,) = strategy.configure_train(1, flwr.ArrayRecord(own.state_dict()), flwr.ConfigRecord(), grid)
+        F.cross_entropy(own(photographs(1, 32)), torch.tensor([3])).backward()
+        torch.optim.SGD(own.parameters(), lr=0.01).step()
+        with torch.no_grad():
+            own.get_parameter("head.bias").add_(change)
+        return strategy.aggregate_train(1, [answered(message, flwr.ArrayRecord(own.state_dict()))])
+
+    return run
+
+
+AUDIT = {"client": Client(lr=0.01), "normalisation": "none", "attack": "patch-update"}
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+def test_a_server_leaves_out_the_update_that_leaks_or_says_so(
+    refuse: bool, round_on_a_photograph: Callable[..., tuple[Any, Any]], said: Callable[[], str], tmp_path: Path
+) -> None:
+    strategy = AuditingStrategy(Sends(fraction_evaluate=0.0), tmp_path, "cifar_vit", refuse=refuse, **AUDIT)
+    arrays, _ = round_on_a_photograph(strategy)
+    assert (arrays is None) == refuse
+    assert "leaks: yes, a private image was reconstructed" in said()
+    assert ("left out" in said()) == refuse
+    assert privlab.load(tmp_path / "round-1" / "node-7" / "audit").leaks
+
+
+def test_an_update_that_cannot_be_audited_is_left_out(
+    round_on_a_photograph: Callable[..., tuple[Any, Any]], said: Callable[[], str], tmp_path: Path
+) -> None:
+    strategy = AuditingStrategy(Sends(fraction_evaluate=0.0), tmp_path, "cifar_vit", **AUDIT)
+    assert round_on_a_photograph(strategy, change=float("nan"))[0] is None
+    assert "it cannot be audited: " in said()
+    (tmp_path / "round-1").rename(tmp_path / "elsewhere")
+    (tmp_path / "round-1").write_text("no folder", encoding="utf-8")
+    assert round_on_a_photograph(strategy)[0] is None
+    assert "left out, it cannot be recorded" in said()
 
 
 def test_without_flower_the_extra_is_named() -> None:

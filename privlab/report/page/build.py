@@ -17,6 +17,8 @@ from markupsafe import Markup
 import privlab
 from privlab.base import first, write_whole
 from privlab.evaluation import CONTROL
+from privlab.images import data_uri
+from privlab.report.evidence import evidence_of, pictures_of
 from privlab.report.page.data import images_of, page_data, sets_of
 from privlab.report.page.overview import flags, lead_text, verdict
 from privlab.report.page.pictures import Album, albums
@@ -61,6 +63,8 @@ def _context(results: Results) -> dict[str, Any]:
         "js": Markup(js),
         "hashes": {"css": _digest(css), "js": _digest(js)},
         "counts": _counts(results),
+        "evidence": evidence_of(results),
+        "reconstructions": _reconstructions(results),
         "paper_attack": results.layout.paper_attack,
         "interval": f"{results.layout.interval:.0%}",
         "lead": [*lead_text(results), scope(results.records)],
@@ -89,6 +93,12 @@ def _script_data(results: Results) -> dict[str, Any]:
         "albums": {number: _script(asdict(album)) for number, album in held.items()},
         "pictures": _pictures(held, len(images), kept),
     }
+
+
+def _reconstructions(results: Results) -> list[tuple[str, str]]:
+    """Return the first reconstructions of an audit, as the names of their attacks and data."""
+    shown = pictures_of(results)[:_MOST_VALUES]
+    return [(attack, data_uri("png", path.read_bytes())) for attack, path in shown]
 
 
 def _script(data: object) -> Markup:
@@ -162,4 +172,4 @@ def _shorten(facts: object) -> object:
 
 
 _MOST_VALUES = 20
-"""The most values of a column that the page lists."""
+"""The most values of a column that the page lists, and the most reconstructions beside the evidence of an audit."""

@@ -39,4 +39,5 @@ from .summary import with_placement as with_placement
 from .writers import FORMATS as FORMATS
 from .writers import Table as Table
 from .writers import terminal_text as terminal_text
+from .writers import to_markdown as to_markdown
 from .writers import to_tex as to_tex

@@ -214,11 +214,11 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    found.filters |= {"md": _markdown, "tex": to_tex, "tex_words": _tex_words, "tex_figure": _tex_figure}
+    found.filters |= {"md": to_markdown, "tex": to_tex, "tex_words": _tex_words, "tex_figure": _tex_figure}
     return found
 
 
-def _markdown(text: str) -> str:
+def to_markdown(text: str) -> str:
     """Escape characters that Markdown or HTML would read as markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
 

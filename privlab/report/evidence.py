@@ -1,0 +1,243 @@
+"""What an audit is evidence of: what was attacked and found, what was not tried, and which sentences that supports."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from privlab.attacks import attacks
+from privlab.base import PrivlabError, first
+from privlab.evaluation import unread
+from privlab.grids import KNOWN, specification_of
+from privlab.report.run import LEAKS
+from privlab.report.tables import Results, scope, to_markdown
+from privlab.threat import Capability, attack_declarations
+
+_NOT_QUOTED = {
+    True: "“All updates of this client leak”, or “the image is that of this patient”: one release was attacked.",
+    False: "“What this client sends does not leak”: this release was empty.",
+    None: "“This does not leak”, “no image can be reconstructed” or “the model is anonymous”: attacks that fail prove "
+    "nothing, and others were not tried.",
+}
+"""What must not be concluded from an audit's `leaks`."""
+
+_THREAT_MODELS = {
+    "B": "informed eavesdropper: it sees what is sent, and knows what images look like in general",
+    "C": "parameter-aware eavesdropper: it also knows the settings of the client's training",
+    "D": "data-enhanced eavesdropper: it also has public images like the private ones",
+}
+"""Letters of Carletti et al. (2025), for the threat models that an audit can have."""
+
+_CLAUSES = (
+    (
+        "EDPB Opinion 28/2024, “AI model testing and resistance to attacks”",
+        "It supports an assessment of reconstruction attacks. The opinion is about a trained model: here one release "
+        "during its training was attacked.",
+    ),
+    (
+        "AI Act (Regulation (EU) 2024/1689), Article 15(5)",
+        "It supports an assessment of confidentiality attacks. The system in its deployment was not attacked.",
+    ),
+    (
+        "OWASP AISVS 1.0, C11, Model-Inversion Resistance",
+        "It supports an assessment of the objective of C11, resistance to privacy attacks. The requirements there are "
+        "about the outputs of a model, which were not attacked.",
+    ),
+)
+"""Clauses that an audit speaks to, and how."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the evidence: a title, paragraphs, and a table with a heading for each column."""
+
+    title: str
+    lines: Sequence[str] = ()
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def evidence_of(results: Results) -> list[Section]:
+    """Return the evidence of an audit; no section for another run."""
+    facts = results.facts
+    if not {"attacks", "batches"} & facts.keys():
+        return []
+    spec = specification_of(facts["specification"], facts["cases"][0]["jobs"][0]["released"])
+    leaks, kind = facts.get("leaks"), spec.release if spec.release != "gradients" else "gradient"
+    rows: list[Mapping[str, Any]] = [row for row in facts.get("attacks", facts.get("batches")) if _made(row)]
+    tried = list(dict.fromkeys(row["attack"] for row in rows))
+    proven = list(dict.fromkeys(row["attack"] for row in rows if row.get("explained") or row.get("levels_wrong") == 0))
+    verdict = f"leaks: {LEAKS[leaks]}"
+    by = f" ({', '.join(proven)})" if proven else ""
+    sha256 = [*facts.get("released", {}).get("sha256", {}).values()][-1:]
+    which = f" ({', '.join(f'SHA-256 {digest[:16]}…' for digest in sha256)})" if sha256 else ""
+    quotable = (
+        f"“privlab {facts['privlab']} attacked the {kind} of {facts['images']['source']}{which} by "
+        f"{', '.join(tried) or 'no attack'}. Leaks: {LEAKS[leaks]}{by}.”"
+    )
+    weak = [*facts.get("flags", ()), *filter(None, [facts.get("reference")]), *facts["warnings"]]
+    return [
+        Section("Verdict", [f"{verdict}{by}."]),
+        Section("Keep it as you keep the private image", [_warning(results)]),
+        Section("What was attacked", rows=_attacked(facts, spec.client, spec.options)),
+        Section("By which attacks, and what came back", **_came_back(results, rows, kind)),
+        Section("What was not tried", [_NOT_TRIED], ("reason", "attacks"), _not_tried(spec, tried, facts)),
+        Section("Threat model", [_threat_model(kind, tried), scope(results.records)]),
+        Section("Flags and warnings", weak or ["None."]),
+        Section("What may be quoted", [quotable]),
+        Section("What may not be quoted", [_NOT_QUOTED[leaks]]),
+        Section("Clauses that it speaks to", [_NO_ASSESSMENT], ("clause", "what this page supports"), _CLAUSES),
+        Section("Hashes and versions", rows=_provenance(facts)),
+    ]
+
+
+def to_markdown_text(results: Results) -> str:
+    """Return the evidence of an audit as Markdown, without pictures.
+
+    Raises:
+        PrivlabError: if the run is no audit.
+    """
+    if not (sections := evidence_of(results)):
+        raise PrivlabError(f"'{results.path}' is no audit. The evidence is of what `privlab audit` wrote.")
+    environment = Environment(
+        loader=PackageLoader("privlab.report", "page"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    environment.filters["md"] = to_markdown
+    return environment.get_template("evidence.md").render(title=results.title, sections=sections)
+
+
+def pictures_of(results: Results) -> list[tuple[str, Path]]:
+    """Return the reconstructions that an audit kept, with the names of their attacks."""
+    facts, folder = results.facts, results.path
+    kept = [(row["attack"], folder / name) for row in facts.get("attacks", ()) for name in row.get("files", ())]
+    kept += [(row["attack"], folder / "strips" / row["sheet"]) for row in facts.get("batches", ()) if "sheet" in row]
+    return [(attack, path) for attack, path in kept if path.is_file()]
+
+
+def _made(row: Mapping[str, Any]) -> bool:
+    """Return whether an attack made a row of an audit; the others are of controls."""
+    return not row["attack"].startswith("control:")
+
+
+def what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
+    """Return what a row of an audit proves about the private image.
+
+    Args:
+        row: the row, as `run.json` has it.
+        what: what was released: "gradient" or "update".
+        as_stored: whether no reference says that the client preprocessed its image in another way.
+    """
+    if row["status"] != "ok":
+        return "failed"
+    if "block" not in row:
+        return "no attack made it"
+    if row.get("blank"):
+        return "nothing found: one colour"
+    if not row["explained"]:
+        return f"not {'checked' if row['explained'] is None else 'proven'}: look at the image"
+    several = row["images"] > 1
+    if row["proof"] == "grey levels":
+        return f"{'stored images: they lie' if several else 'a stored image: it lies'} on grey levels"
+    image = "the private image: it gives" if as_stored else "what was fed: it gives"
+    return f"{'the private images: together they give' if several else image} the released {what}"
+
+
+_OF_REFUSALS = " That it does not apply is no evidence of privacy."
+_NOT_TRIED = "That an attack was not tried is no evidence of privacy."
+_NO_ASSESSMENT = "This page supports an assessment. It is none, and it finds nothing under a law or a standard."
+
+
+def _warning(results: Results) -> str:
+    reference = "" if "unscored" in results.facts else "the private image and "
+    return (
+        f"The folder {results.path} holds {reference}reconstructions, which may be the private image, and so does this "
+        "page as HTML. In Markdown it has no pictures; labels, names of files and their hashes are in both."
+    )
+
+
+def _attacked(facts: Mapping[str, Any], client: object, options: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the model, what it released, and how the client trained as far as that was stated or fitted."""
+    victim, released = facts["victim"], facts.get("released", {})
+    channels, height, width = victim["input"]
+    fitted = {name: value for row in facts.get("attacks", ()) for name, value in row.get("fitted", {}).items()}
+    rows = [
+        ("model", f"{victim['name']}, {channels} × {height} × {width}, patches of {victim['patch']}"),
+        ("released", f"{facts['images']['source']}, images: {facts['images']['count']}"),
+        ("parameters released", str(released.get("gradients", ""))),
+        ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
+        ("client, as stated", "; ".join([str(client), *options]) if client is not None else ""),
+        ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
+        ("defense", facts["cases"][0]["options"]["defense"]),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _came_back(results: Results, rows: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    """Return the table of the attacks: of features how many batches each read, else what each proves, and its score."""
+    if "batches" in results.facts:
+        names = dict.fromkeys(row["attack"] for row in rows)
+        lines = [(name, str(sum(row["attack"] == name for row in rows))) for name in names]
+        return {
+            "lines": ["Features prove no image: look at the pictures."],
+            "head": ("attack", "batches"),
+            "rows": lines,
+        }
+    as_stored, metric = results.facts["reference"] is None, KNOWN[results.lead]
+    scored = "unscored" not in results.facts
+    lines = []
+    for row in rows:
+        residual = f"{row['residual']:.1e}" if "residual" in row else "n/a"
+        score = [f"{float(row[metric.name]):.{metric.decimals}f}" if metric.name in row else "n/a"] if scored else []
+        lines.append((row["attack"], residual, what_it_says(row, kind, as_stored=as_stored), *score))
+    head = ("attack", "residual", "what it says", *([f"{metric.name} {metric.arrow}"] if scored else []))
+    about = f"residual: distance between the {kind} of the image and the released one; 0 is the same."
+    return {"lines": [about if rows else "No attack ran."], "head": head if rows else (), "rows": lines}
+
+
+def _not_tried(spec: Any, tried: Sequence[str], facts: Mapping[str, Any]) -> list[tuple[str, str]]:  # noqa: ANN401
+    """Return the attacks of the package that did not run, by the reason."""
+    refused = facts["cases"][0]["refused"]
+    by_reason: dict[str, list[str]] = {}
+    for name, kind in attacks().items():
+        reads_features = Capability.RELEASED_FEATURES in kind.requires
+        if name in tried:
+            continue
+        reason = refused.get(name) or unread(kind, spec.local_training, filtered=spec.defends_gradients)
+        if reads_features != spec.features_released:
+            reason = f"reads {'features' if reads_features else 'gradients and updates'}"
+        elif reason is None and attack_declarations(kind).named_only:
+            reason = "runs only if --attack names it"
+        elif reason is None:
+            reason = "was not asked for, is of a higher --effort, or stands in for one that ran"
+        by_reason.setdefault(reason.removeprefix(f"Attack '{name}' ").removesuffix(_OF_REFUSALS), []).append(name)
+    rows = [(reason, ", ".join(names)) for reason, names in by_reason.items()]
+    return [*rows, ("needs a server that changes the model, or chooses the clients (letters F to H)", "any")]
+
+
+def _threat_model(kind: str, tried: Sequence[str]) -> str:
+    """Return the letter of the threat model, by what the attacks that ran were granted."""
+    if kind == "features":
+        return "The letters of Carletti et al. (2025) are of gradients and updates: features have none."
+    public = any(Capability.AUXILIARY_IMAGES in attacks()[name].requires for name in tried if name in attacks())
+    letter = "D" if public else {"update": "C"}.get(kind, "B")
+    return (
+        f"{letter}, {_THREAT_MODELS[letter]}. The letters are those of Carletti et al., “SoK: Gradient Inversion "
+        "Attacks in Federated Learning” (USENIX Security 2025). Here it knows the weights of the model too. Statistics "
+        "of natural images, fitted to privlab's own photographs, count as general knowledge."
+    )
+
+
+def _provenance(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    weights, commit = facts["victim"]["weights"], facts.get("commit") or {}
+    rows = [
+        *((f"SHA-256 of {name}", sha256) for name, sha256 in facts.get("released", {}).get("sha256", {}).items()),
+        ("SHA-256 of the attacked weights", str(weights["sha256"])),
+        *((name, str(version)) for name, version in facts["versions"].items()),
+        ("commit", ", ".join(f"{name} {value}" for name, value in commit.items())),
+        ("seed", str(facts["specification"]["seed"])),
+        ("written", facts["written"]),
+        ("command", str(facts.get("command") or "")),
+    ]
+    return [row for row in rows if row[1]]
