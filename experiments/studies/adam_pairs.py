@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
 from privlab.base import PrivlabError, check_range, collect_warnings
-from privlab.evaluation import Specification, labelled, source_of
+from privlab.evaluation import Case, labelled, source_of
 from privlab.images import batches
 from privlab.metrics import psnr
 from privlab.release import observe_updates
@@ -69,7 +69,7 @@ class AdamPairsStudy:
             PrivlabError: if there are no two photographs, or an attack does not apply to one image either.
         """
         base = victim(self.model, weights=self.weights, img_size=self.img_size)
-        spec = Specification(
+        spec = Case(
             models=(self.model,),
             images=(self.images,),
             weights=self.weights,

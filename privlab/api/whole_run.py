@@ -16,8 +16,8 @@ from torch import nn
 
 from privlab.api.steps import Part
 from privlab.base import PrivlabError, unknown_name, warn
-from privlab.evaluation import CONTROL, Specification
-from privlab.grids import IN_PROCESS, Case, Engine, Experiment, Layout, Options, columns_of, prepare, specify
+from privlab.evaluation import CONTROL, Case
+from privlab.grids import IN_PROCESS, Engine, Experiment, GridRow, Layout, Options, columns_of, prepare, specify
 from privlab.grids.fill import fill
 from privlab.images.given import data_of, is_named
 from privlab.report.run import Run
@@ -60,7 +60,7 @@ def attack(
         out: the directory of the run; an unfinished run in it goes on. None keeps it as long as the result is used.
         progress: whether a bar shows the images that are done, in Jupyter and on a terminal.
         options: limit, seed, draws, effort, public, device, batch_size, overwrite, and the other fields of
-            `privlab.evaluation.Specification`.
+            `privlab.evaluation.Case`.
 
     Raises:
         PrivlabError: if something that is asked for does not exist or does not fit, or an attack lacks a capability.
@@ -112,7 +112,7 @@ def grid(
     if len(axes["victim"]) > 1 and not all(isinstance(name, str) for name in axes["victim"]):
         raise PrivlabError("Several victims of a grid are named. Found an object among them: run one grid for each.")
     own, given = _given(axes["victim"][0], images, labels)
-    cases: list[Case] = []
+    cases: list[GridRow] = []
     for point in itertools.product(*axes.values()):
         values = dict(zip(axes, point, strict=True))
         name = values.pop("victim")
@@ -123,7 +123,7 @@ def grid(
         for setting in spec.settings:
             named = options | ({"setting": setting} if len(spec.settings) > 1 else {})
             label = ", ".join(f"{name} {text}" for name, text in named.items()) or spec.models[0]
-            cases.append(Case(label, None, runs, named, setting=setting))
+            cases.append(GridRow(label, None, runs, named, setting=setting))
     first = cases[0].runs[0]
     how = Options(_engine(first, engine, workers), strips=sys.maxsize, **speed)
     with run_directory(out) as path, shown_progress(shown=progress) as show:
@@ -146,7 +146,7 @@ def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | 
     return own, {"victim": victim if own is None else "own", "images": images, **named}
 
 
-def _specified(arguments: dict[str, Any]) -> Specification:
+def _specified(arguments: dict[str, Any]) -> Case:
     """Return the specification of a run with these arguments of `attack`."""
     for old, new in (("attack", "attacks"), ("setting", "settings")):
         if old in arguments:
@@ -205,7 +205,7 @@ def _stated_release(release: Release | str | None) -> dict[str, Any]:
             return {}
 
 
-def _engine(spec: Specification, name: str, workers: int) -> Engine:
+def _engine(spec: Case, name: str, workers: int) -> Engine:
     """Return where tasks run: in this process, with a warning, if other processes cannot have a class or an image."""
     if workers == 1 and name == "local":
         return IN_PROCESS

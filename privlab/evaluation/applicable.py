@@ -4,8 +4,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from privlab.base import PrivlabError, first, warn
-from privlab.evaluation.specification import (
-    Specification,
+from privlab.evaluation.case import (
+    Case,
     attack_kind,
     attack_of,
     default_attacks,
@@ -57,7 +57,7 @@ class AttackGroup:
         return list(dict.fromkeys(names))
 
 
-def plan(spec: Specification, base: Victim) -> list[AttackGroup]:
+def plan(spec: Case, base: Victim) -> list[AttackGroup]:
     """Return the attacks of one victim in groups; --block auto is the stock block where attacks can run, else April's.
 
     That no attack reads what a client releases is a result, and no evidence of privacy: there are no groups then.
@@ -92,9 +92,7 @@ def _none_runs(refused: Mapping[str, str]) -> str:
     return f"No attack can run. {names[0]}{more}: {reason}{others}"
 
 
-def applicable(
-    spec: Specification, base: Victim, *, stand_ins: bool = False
-) -> tuple[list[AttackGroup], dict[str, str]]:
+def applicable(spec: Case, base: Victim, *, stand_ins: bool = False) -> tuple[list[AttackGroup], dict[str, str]]:
     """Return the groups of the attacks that can run on a victim, and for each other attack the reason why it cannot.
 
     Attacks that are not named come cheapest first, in the order of the registry; the group of the dearest one is last.
@@ -135,7 +133,7 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
     return any(name in running for name in attack_declarations(attack).stands_in_for)
 
 
-def _candidates(spec: Specification, effects: Effects, mixes: bool) -> dict[str, str | Attack | FeatureAttack]:
+def _candidates(spec: Case, effects: Effects, mixes: bool) -> dict[str, str | Attack | FeatureAttack]:
     """Return the attacks that are given, or else those of this release, client, defense (its effects) and effort."""
     if spec.attacks is not None:
         return {name_of(attack): attack for attack in spec.attacks}
@@ -187,7 +185,7 @@ def unread(
 
 def _home(
     attack: Attack | FeatureAttack,
-    spec: Specification,
+    spec: Case,
     base: Victim,
     defense: Sequence[AnyDefense],
     groups: dict[str, AttackGroup],
@@ -230,7 +228,7 @@ def _home(
     raise refusal
 
 
-def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
+def _because(base: Victim, spec: Case) -> dict[Capability, str]:
     """Return why a capability is not granted, where its own text does not say."""
     found, client = obstacles(base.model), spec.local_training
     if client is not None and client.released_images > 1:

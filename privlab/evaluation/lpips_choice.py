@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from privlab.evaluation.specification import Specification
+from privlab.evaluation.case import Case
 from privlab.metrics import net_at_hand
 from privlab.metrics.names import LPIPS
 
@@ -49,9 +49,7 @@ def named_lpips(names: Iterable[str], metric: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(metric if name == LPIPS and metric is not None else name for name in names))
 
 
-def with_lpips(
-    spec: Specification, begun: Mapping[str, Any], *, download: bool = True
-) -> tuple[Specification, str | None]:
+def with_lpips(spec: Case, begun: Mapping[str, Any], *, download: bool = True) -> tuple[Case, str | None]:
     """Return a specification that names the metric which "lpips" stands for, and a warning as `choose_lpips` does.
 
     Args:

@@ -93,7 +93,7 @@ def check_stated(stated: Mapping[str, Any]) -> None:
     """Refuse values that are out of range or contradict each other, as far as no class is needed to see it.
 
     Args:
-        stated: fields of `Specification` by name: block, force, seed, gamma, settings, release, client, gradient_batch
+        stated: fields of `Case` by name: block, force, seed, gamma, settings, release, client, gradient_batch
             and options.
 
     Raises:

@@ -17,12 +17,12 @@ from torch import Tensor
 from privlab.base import warn
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, attacked_together, each_release, labelled
+from privlab.evaluation.case import Case, reassembly_of
 from privlab.evaluation.check import Attempt, attempt, timed
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.observing import Clients, Trial, unsound_release
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, explained_by, known_slots
-from privlab.evaluation.specification import Specification, reassembly_of
 from privlab.images import Chunk, NamedImage, Others
 from privlab.metrics import Learned, as_sent, assign_images, crosses, match_images
 from privlab.release import predictions
@@ -85,7 +85,7 @@ class Evaluator:
     the reconstructions of an earlier run, by CELL/IMAGE, these are scored and no attack runs.
     """
 
-    spec: Specification
+    spec: Case
     base: Victim
     groups: Sequence[AttackGroup]
     metrics: Sequence[str]

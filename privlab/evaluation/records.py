@@ -15,15 +15,15 @@ import privlab
 from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw
 from privlab.evaluation.applicable import AttackGroup
-from privlab.evaluation.names import GEOMETRIES, check_names
-from privlab.evaluation.specification import (
-    Specification,
+from privlab.evaluation.case import (
+    Case,
     defense_of,
     options_stated,
     part_of,
     reassembly_of,
     shuffles,
 )
+from privlab.evaluation.names import GEOMETRIES, check_names
 from privlab.images import NamedImage, as_text, one_line
 from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
@@ -100,7 +100,7 @@ def cell_key(row: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 
 
-def check_geometry(geometry: str, spec: Specification) -> None:
+def check_geometry(geometry: str, spec: Case) -> None:
     """Check that some row of a run has this geometry.
 
     Raises:
@@ -123,7 +123,7 @@ class Rows:
     `public` are the hashes of the public photographs: controls are made of them, and attacks may use them.
     """
 
-    spec: Specification
+    spec: Case
     base: Victim
     public: Sequence[str]
     _known: dict[tuple[str, str, str | None, str | None], Record] = field(default_factory=dict, init=False, repr=False)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation.applicable import AttackGroup, applicable
+from privlab.evaluation.case import Case, defense_of, reassembly_of
 from privlab.evaluation.records import Rows
-from privlab.evaluation.specification import Specification, defense_of, reassembly_of
 from privlab.images import Data, Preprocessing, open_images, problem_of_label
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
@@ -33,12 +33,12 @@ class Subject:
     refused: Mapping[str, str]
     public: Mapping[str, Tensor]
 
-    def rows(self, spec: Specification) -> Rows:
+    def rows(self, spec: Case) -> Rows:
         """Return what the rows of a specification state."""
         return Rows(spec, self.base, tuple(self.public))
 
 
-def victim_of(spec: Specification, device: torch.device) -> Victim:
+def victim_of(spec: Case, device: torch.device) -> Victim:
     """Return the victim of a specification with one victim; the last two are cached, as cases often share one.
 
     Raises:
@@ -51,7 +51,7 @@ def victim_of(spec: Specification, device: torch.device) -> Victim:
     return base
 
 
-def subject_of(spec: Specification, device: torch.device, own: Victim | None = None) -> Subject:
+def subject_of(spec: Case, device: torch.device, own: Victim | None = None) -> Subject:
     """Return the victim, attacks and public images of a specification with one victim.
 
     Args:
@@ -81,7 +81,7 @@ def _victim(name: str, device: torch.device, **options: Any) -> tuple[Victim, tu
     return made, tuple(messages)
 
 
-def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> Data:
+def source_of(spec: Case, victims: Sequence[Victim], *, check: bool = True) -> Data:
     """Open the images of a run; class folders named by WordNet ids get ImageNet's labels where victims have them.
 
     Args:
@@ -124,7 +124,7 @@ def _stream(name: str, split: str | None) -> Data:
     return open_images(name, split=split)
 
 
-def _check_enough(source: Data, spec: Specification) -> None:
+def _check_enough(source: Data, spec: Case) -> None:
     """Check that there are as many images as are released together.
 
     Raises:
@@ -197,7 +197,7 @@ def uncached() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def learned_for(
-    metrics: tuple[str, ...], spec: Specification, device: torch.device, base: Victim
+    metrics: tuple[str, ...], spec: Case, device: torch.device, base: Victim
 ) -> tuple[dict[str, Learned], dict[str, str]]:
     """Return `learned_metrics` for some metrics and one victim, loaded once for all tasks of a case.
 
@@ -211,7 +211,7 @@ def learned_for(
 
 
 def learned_metrics(
-    spec: Specification, device: torch.device, victims: Sequence[Victim]
+    spec: Case, device: torch.device, victims: Sequence[Victim]
 ) -> tuple[dict[str, Learned], dict[str, str]]:
     """Return the metrics with trained weights by name, and for each metric that cannot be computed here the reason.
 

@@ -1,9 +1,9 @@
 from .definition import CHOICE as CHOICE
 from .definition import FIGURES as FIGURES
 from .definition import KNOWN as KNOWN
-from .definition import Case as Case
 from .definition import Experiment as Experiment
 from .definition import Figure as Figure
+from .definition import GridRow as GridRow
 from .definition import Layout as Layout
 from .definition import beside as beside
 from .definition import columns_of as columns_of

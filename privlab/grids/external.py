@@ -22,8 +22,8 @@ from privlab.evaluation import (
     GEOMETRIES,
     SCHEMA,
     SETTINGS,
+    Case,
     Record,
-    Specification,
     cell_key,
     learned_metric,
     score_images,
@@ -84,7 +84,7 @@ class _Stated:
 
     path: Path
     given: Mapping[str, Any]
-    spec: Specification
+    spec: Case
     cells: frozenset[str]
     metrics: Sequence[str]
 

@@ -19,9 +19,9 @@ from torch import nn
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.defenses import defenses as installed_defenses
-from privlab.evaluation import Specification, name_of, source_of, subject_of
+from privlab.evaluation import Case, name_of, source_of, subject_of
+from privlab.evaluation.case import defense_of
 from privlab.evaluation.setup import learned_for
-from privlab.evaluation.specification import defense_of
 from privlab.grids.definition import Experiment, name_lpips
 from privlab.grids.tasks import Options, Task, references
 from privlab.images import Data, NamedImage, to_csv
@@ -133,7 +133,7 @@ def lay_out(
     tasks: list[Task] = []
     knows: dict[str, list[str]] = {}
     effects: dict[str, list[str]] = {}
-    firsts: dict[str, dict[Specification, int]] = {}
+    firsts: dict[str, dict[Case, int]] = {}
     with collect_warnings(messages):
         mine = own_victim(own, experiment.cases[0].runs[0], device)
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
@@ -185,7 +185,7 @@ def lay_out(
     return Grid(experiment, tuple(tasks), sources, unavailable, tuple(messages), learned, declared)
 
 
-def own_victim(own: nn.Module | Victim | None, spec: Specification, device: torch.device) -> Victim | None:
+def own_victim(own: nn.Module | Victim | None, spec: Case, device: torch.device) -> Victim | None:
     """Return a victim that is given as an object, on the device; None where there is none.
 
     Args:
@@ -207,7 +207,7 @@ def _check_attacks(tasks: Sequence[Task]) -> None:
         raise PrivlabError(f"'{named[0]}' can run on no case: {tasks[0].refused[named[0]]}")
 
 
-def _victim(spec: Specification) -> tuple[str, ...]:
+def _victim(spec: Case) -> tuple[str, ...]:
     """Return what identifies a victim; cases are sorted by it, so that each victim is loaded once."""
     return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
 

@@ -7,7 +7,7 @@ from typing import Any
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, options_of, unknown_name
 from privlab.defenses import defenses
-from privlab.evaluation import Specification, completed, defense_kind, name_of
+from privlab.evaluation import Case, completed, defense_kind, name_of
 from privlab.images import Data
 from privlab.threat import Client, acts_on
 
@@ -23,7 +23,7 @@ def specify(
     images: str | Path | Sequence[str | Path] | Data = "samples",
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
-) -> Specification:
+) -> Case:
     """Return a specification from names; each argument is one name, several with commas, or a sequence of names.
 
     An attack or defense may also be an instance of a dataclass, whose class need not be installed.
@@ -33,8 +33,8 @@ def specify(
         setting: "a", "b" or "c", or several; by default c where a defense is named or a victim is one of MJP's, else a.
         attack: the attacks; by default all that can run and need not be named.
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME", or an open source.
-        metrics: names of `METRICS`, or "lpips"; by default those of `Specification`.
-        options: the other fields of `Specification`; `defense` may be one defense or several, which are stacked.
+        metrics: names of `METRICS`, or "lpips"; by default those of `Case`.
+        options: the other fields of `Case`; `defense` may be one defense or several, which are stacked.
 
     Raises:
         PrivlabError: for an unknown name or option, or something else than a name or an instance.
@@ -55,7 +55,7 @@ def specify(
     else:  # an update refuses a defense of images by its name
         known = [part for part in parts if not isinstance(part, str) or part in defenses()]
         defended &= all(acts_on(defense_kind(part)) == "gradients" for part in known)
-    known = set(Specification.__dataclass_fields__) - {"models", "settings", "attacks", "images", "metrics"}
+    known = set(Case.__dataclass_fields__) - {"models", "settings", "attacks", "images", "metrics"}
     for name in options:
         if name not in known:
             arguments = ("settings", "attacks", "images", "metrics", "device", "batch_size", "out", "overwrite")
@@ -70,17 +70,17 @@ def specify(
     given |= {} if metrics is None else {"metrics": _names(metrics)}
     if not isinstance(images, Data):
         images = tuple(str(source) for source in ([images] if isinstance(images, str | Path) else images))
-    return Specification(**given, images=images)
+    return Case(**given, images=images)
 
 
-def specification_of(stated: Mapping[str, Any], released: str) -> Specification:
+def specification_of(stated: Mapping[str, Any], released: str) -> Case:
     """Return a specification from what `run.json` states; instances, whose classes may not be here, are left out."""
     given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
     if not isinstance(given["defense"], str):
         given |= {"defense": "auto", "release": released}
     named = [attack for attack in given["attacks"] or () if isinstance(attack, str)]
     given["attacks"] = tuple(named) or None
-    return Specification(**given)
+    return Case(**given)
 
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:

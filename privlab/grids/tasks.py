@@ -19,8 +19,8 @@ from privlab.base import PrivlabError, collect_warnings, pick_device
 from privlab.evaluation import (
     COLUMNS,
     CONTROLS,
+    Case,
     Evaluator,
-    Specification,
     Strip,
     batch_key,
     source_of,
@@ -79,7 +79,7 @@ class Task:
     """
 
     case: int
-    spec: Specification
+    spec: Case
     settings: tuple[str, ...]
     images: tuple[NamedImage, ...]
     cells: Mapping[str, str]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from privlab.base import PrivlabError, collect_warnings, warn
-from privlab.evaluation import CONTROL, Batch, Controls, Specification, victim_of
+from privlab.evaluation import CONTROL, Batch, Case, Controls, victim_of
 from privlab.grids import specification_of
 from privlab.images import Data, NamedImage, Others, Preprocessing
 from privlab.metrics import Embedding, psnr
@@ -267,7 +267,7 @@ def _interval(values: Tensor) -> dict[str, float]:
     return {"low": low, "high": high}
 
 
-def _subject(results: Results, number: int, device: torch.device | str = "cpu") -> tuple[Specification, Victim, str]:
+def _subject(results: Results, number: int, device: torch.device | str = "cpu") -> tuple[Case, Victim, str]:
     """Return a case, its victim, without the warnings of its weights, which the run gave, and its name."""
     case, job = results.cases[number], results.facts["cases"][number]["jobs"][0]
     spec = specification_of(job["specification"], job["released"])

@@ -25,7 +25,7 @@ from privlab.stores import RunDirectory, places_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from privlab.evaluation import Specification
+    from privlab.evaluation import Case
 
 
 LEAKS = {
@@ -47,7 +47,7 @@ class Run:
     """
 
     path: Path
-    ran: "Specification | None" = None
+    ran: "Case | None" = None
     geometry: str | None = None
 
     @cached_property
@@ -79,7 +79,7 @@ class Run:
         return lead_text(self.results)
 
     @cached_property
-    def spec(self) -> "Specification":
+    def spec(self) -> "Case":
         """Return what was run."""
         stated = self.results.facts
         return self.ran or specification_of(stated["specification"], stated["cases"][0]["jobs"][0]["released"])

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.evaluation import CONTROLS, AttackGroup, Record, Rows, Specification, attempt, batch_key
+from privlab.evaluation import CONTROLS, AttackGroup, Case, Record, Rows, attempt, batch_key
 from privlab.evaluation.batch import Seen
 from privlab.grids import Grid, Task, machine_facts
 from privlab.images import NamedImage
@@ -52,7 +52,7 @@ def unknown_images(name: str, released: bytes, count: int) -> Release:
     return tuple(NamedImage(names[i], hashes[i], None, place=i) for i in range(count))
 
 
-def audited_victim(spec: Specification, device: torch.device) -> Victim:
+def audited_victim(spec: Case, device: torch.device) -> Victim:
     """Return the one victim of an audit, which is the client's model; it has the stock block where none is named."""
     options = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes", "normalisation")}
     return victim(spec.models[0], block="stock" if spec.block == "auto" else spec.block, **options).to(device)
@@ -67,7 +67,7 @@ class AuditCase:
     why others cannot be computed.
     """
 
-    spec: Specification
+    spec: Case
     base: Victim
     source: str
     attacks: Sequence[Attack | FeatureAttack] = ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from privlab.base import PrivlabError, warn
-from privlab.evaluation import Specification, defense_of
+from privlab.evaluation import Case, defense_of
 from privlab.release import (
     GradientFile,
     Told,
@@ -92,7 +92,7 @@ class Given(AuditCase):
         return self.labels[0] if self.labels is not None and len(self.labels) == 1 else None
 
 
-def read_given(files: Files, spec: Specification, device: torch.device) -> Given:
+def read_given(files: Files, spec: Case, device: torch.device) -> Given:
     """Read and check what is audited.
 
     Args:
@@ -110,7 +110,7 @@ def read_given(files: Files, spec: Specification, device: torch.device) -> Given
     return _of_update(*files, spec, device) if isinstance(files, tuple) else _of_gradients(files, spec, device)
 
 
-def _of_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
+def _of_update(before: Path, after: Path, spec: Case, device: torch.device) -> Given:
     given = _read_update(before, after, spec, device)
     seen, source, client = given.seen, given.source, given.client
     noise = None if seen.defense else noise_of_update(seen)
@@ -148,7 +148,7 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     return given if noisy else _unexplained(given, found, diagnosis)
 
 
-def _read_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
+def _read_update(before: Path, after: Path, spec: Case, device: torch.device) -> Given:
     """Read the weights before and after; the client trains what moved."""
     spec = _fed_whole(spec)
     filtered = spec.parts not in (("auto",), ("none",))  # of other defenses, updates are refused
@@ -215,7 +215,7 @@ def _unexplained(given: Given, found: Told, diagnosis: UpdateDiagnosis | None) -
     return replace(given, told=_told(given.base, as_gradients(seen)))
 
 
-def _fed_whole(spec: Specification) -> Specification:
+def _fed_whole(spec: Case) -> Case:
     """Return the client with batches so large that its steps feed all its images, as in one step on four images.
 
     Warns:
@@ -235,7 +235,7 @@ def _fed_whole(spec: Specification) -> Specification:
     return replace(spec, options=(*spec.options, f"client.batch_size={batch}"))
 
 
-def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Given:
+def _of_gradients(file: Path, spec: Case, device: torch.device) -> Given:
     released = read_gradient_file(file)
     spec = replace(spec, settings=("c",), release="gradients", images=(str(file),))
     base = audited_victim(spec, device)

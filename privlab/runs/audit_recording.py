@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from privlab.base import PrivlabError, collect_warnings, pick_device, warn
-from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
+from privlab.evaluation import Case, Record, applicable, defense_of, plan, public_images
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import Recorded, feature_capabilities, read_recording, recorded_cut_layer, recorded_sessions
 from privlab.runs.attack import status_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def audit_features(
     folder: Path,
-    spec: Specification,
+    spec: Case,
     *,
     device: str = "auto",
     out: Path,

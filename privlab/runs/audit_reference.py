@@ -12,9 +12,9 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.evaluation import (
     CONTROLS,
+    Case,
     Panel,
     Record,
-    Specification,
     Strip,
     learned_metrics,
     public_images,
@@ -49,7 +49,7 @@ class ReferenceScorer:
     missing: Mapping[str, str]
 
     @classmethod
-    def of(cls, reference: Path, spec: Specification, base: Victim) -> "ReferenceScorer":
+    def of(cls, reference: Path, spec: Case, base: Victim) -> "ReferenceScorer":
         """Return the scorer by the private image in a file.
 
         An image of the victim's input size is taken as it is; any other one is preprocessed as the victim's inputs are.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, first, pick_device, plain_data, warn
-from privlab.evaluation import Specification, applicable, default_attacks, stands_in, unread
+from privlab.evaluation import Case, applicable, default_attacks, stands_in, unread
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import head_of, labels_of_signs, slots_without_gradient
 from privlab.release.explained import explained_share
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def audit_gradients(
     file: Files,
-    spec: Specification,
+    spec: Case,
     *,
     device: str = "auto",
     out: Path,

@@ -20,7 +20,7 @@ from privlab.benchmark.results import PACKAGE, Result, defense_entries
 from privlab.benchmark.rule import judge
 from privlab.benchmark.submit import worth_of
 from privlab.benchmark.tracks import TrackCase, photographs, track
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.images import Data
 from privlab.report.tables.knowledge import AGGREGATION, declared_defenses
 
@@ -37,7 +37,7 @@ def card(*pairs: tuple[str, str]) -> Card:
     return parse_card(text, Path("my.toml"))
 
 
-def asked(of: Card, setting: str) -> Specification:
+def asked(of: Card, setting: str) -> Case:
     return Measurement(of).specification(OF.cases[1], setting, ["client-unrolling"])
 
 
@@ -91,7 +91,7 @@ def test_without_secure_aggregation_a_part_is_one_run() -> None:
     assert [*measure._runs(asked(card(), "c"), "bundled")] == ["bundled", "bundled-left"]
 
 
-def ran(spec: Specification, *given: object, **how: object) -> Any:
+def ran(spec: Case, *given: object, **how: object) -> Any:
     """Return what a run would record, and write nothing: a row for each of its photographs."""
     assert isinstance(spec.images, Data)
     hashes = [image.sha256 for image in spec.images.without_pixels()]

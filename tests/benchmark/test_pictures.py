@@ -15,7 +15,7 @@ from privlab.benchmark.page import best_rows, fragment, pictures, pictures_of
 from privlab.benchmark.results import Result, defense_entries
 from privlab.benchmark.rule import Judged, standings
 from privlab.benchmark.tracks import photographs
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.report.tables import load_results
 from privlab.runs import execute
 
@@ -28,7 +28,7 @@ def pixels(uri: str) -> np.ndarray:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run directory of one draw of a shuffle of two photographs."""
     out = tmp_path_factory.mktemp("run") / "one"
-    spec = Specification(
+    spec = Case(
         models=("cifar_vit",),
         settings=("c",),
         attacks=("patch-gradient",),
@@ -60,7 +60,7 @@ def test_the_picture_is_what_is_scored(run: Path) -> None:
 
 
 def test_the_run_of_a_picture_is_that_of_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Specification] = []
+    asked: list[Case] = []
     monkeypatch.setattr(Measurement, "_run", lambda own, case, spec, *given: asked.append(spec))
     row = {
         "case": "one step",

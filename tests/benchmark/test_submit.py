@@ -18,7 +18,7 @@ from privlab.benchmark.cards import parse_card, write_template
 from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
 from privlab.benchmark.results import PACKAGE, defense_entries, read_result, write_result
 from privlab.benchmark.tracks import TrackCase, photographs
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.images import open_images
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +171,7 @@ def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
 def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ran(own: Measurement, case: TrackCase, spec: Specification, *given: object) -> DataFrame:
+    def ran(own: Measurement, case: TrackCase, spec: Case, *given: object) -> DataFrame:
         attack, setting = spec.attacks or (), spec.settings[0]
         return DataFrame({"attack": [*attack], "setting": setting, "geometry": "in_place", "draw": 0})
 

@@ -13,7 +13,7 @@ import torch
 
 import privlab
 from privlab.base import PrivlabError
-from privlab.evaluation import CONTROLS, Rows, Specification, applicable
+from privlab.evaluation import CONTROLS, Case, Rows, applicable
 from privlab.grids import read_experiment
 from privlab.release import observe_updates
 from privlab.threat import CLIENT_PRESETS, Client, ClientData
@@ -25,8 +25,8 @@ Cli = Callable[..., Any]
 ROUND = ("--set", "client.lr=0.1", "--set", "client.steps=3")
 
 
-def spec(**given: Any) -> Specification:
-    return Specification(models=("vit_ti",), weights="random", img_size=32, **given)
+def spec(**given: Any) -> Case:
+    return Case(models=("vit_ti",), weights="random", img_size=32, **given)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch import Tensor
 import privlab
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabWarning
-from privlab.evaluation import CONTROLS, Batch, Controls, Rows, Specification, plan
+from privlab.evaluation import CONTROLS, Batch, Case, Controls, Rows, plan
 from privlab.images import NamedImage, Others
 from privlab.metrics import assign_images
 from privlab.patches import patchify, unpatchify
@@ -242,7 +242,7 @@ def test_the_keys_of_one_image_are_what_they_were(kind: str) -> None:
         "features": {"release": "features", "client_batch": 4},
     }
     name = "pe-assignment" if kind == "features" else "patch-gradient"
-    spec = Specification(models=("vit_ti_mjp",), settings=("c",), attacks=(name,), **options[kind])
+    spec = Case(models=("vit_ti_mjp",), settings=("c",), attacks=(name,), **options[kind])
     base = victim("vit_ti_mjp", weights="random", img_size=32)
     base = replace(base, weights=replace(base.weights, sha256="0" * 64))
     keys = Rows(spec, base, ("a" * 64,)).cells("c", plan(spec, base))

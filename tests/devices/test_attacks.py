@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from privlab.attacks import ATTACKS
 from privlab.evaluation import (
     AttackGroup,
+    Case,
     Evaluator,
     Record,
-    Specification,
     applicable,
     check,
     default_attacks,
@@ -107,12 +107,10 @@ DOWNLOADS = {
 Scored = tuple[list[Record], dict[str, Counter[tuple[str, str]]]]
 
 
-def specification(case: str) -> Specification:
+def specification(case: str) -> Case:
     given = CASES[case]
     options = (*short(given.get("attacks") or default_attacks()), "border.rounds=0", *given.get("options", ()))
-    return Specification(
-        **({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given | {"options": options})
-    )
+    return Case(**({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given | {"options": options}))
 
 
 def groups_of(case: str, base: Victim) -> tuple[AttackGroup, ...]:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import pandas as pd
 import pytest
 
-import privlab.evaluation.specification
+import privlab.evaluation.case
 from privlab.attacks import ATTACKS, attacks
 from privlab.base import PrivlabError
-from privlab.evaluation import Specification, applicable
+from privlab.evaluation import Case, applicable
+from privlab.evaluation.case import attack_of, default_attacks
 from privlab.evaluation.names import EFFORTS
-from privlab.evaluation.specification import attack_of, default_attacks
 from privlab.grids import read_experiment
 from privlab.threat import AttackDeclarations, attack_declarations
 from privlab.victims import victim
@@ -32,7 +32,7 @@ FEATURES = {
 
 
 def test_the_usual_effort_is_the_standard_one() -> None:
-    assert Specification(models=("vit_ti",)).effort == AttackDeclarations().effort == "standard"
+    assert Case(models=("vit_ti",)).effort == AttackDeclarations().effort == "standard"
 
 
 @pytest.mark.parametrize(("release", "by_effort"), [("gradients", GRADIENTS), ("features", FEATURES)])
@@ -43,7 +43,7 @@ def test_each_effort_adds_its_own_attacks_to_those_of_the_lower_ones(
     base, expected, efforts = victim("vit_ti_mjp", weights="random", img_size=64), set[str](), set[str]()
     for effort in EFFORTS:
         efforts.add(effort)
-        spec = Specification(
+        spec = Case(
             models=("vit_ti_mjp",), settings=("c",), weights="random", img_size=64, release=release, effort=effort
         )
         groups, refused = applicable(spec, base)
@@ -65,22 +65,21 @@ def test_no_effort_runs_what_must_be_named() -> None:
 def test_full_effort_has_larger_budgets_that_options_overrule(name: str) -> None:
     larger = attack_declarations(ATTACKS[name]).at_full
     usual, most = (
-        attack_of(name, Specification(models=("vit_ti",), attacks=(name,), effort=effort))
-        for effort in ("standard", "full")
+        attack_of(name, Case(models=("vit_ti",), attacks=(name,), effort=effort)) for effort in ("standard", "full")
     )
     changed = {f.name for f in fields(usual) if getattr(usual, f.name) != getattr(most, f.name)}  # pyright: ignore[reportArgumentType]
     assert changed == {*larger}
     assert all(getattr(most, option) == n > getattr(usual, option) for option, n in larger.items())
     option = next(iter(larger))
-    spec = Specification(models=("vit_ti",), attacks=(name,), effort="full", options=(f"{name}.{option}=1",))
+    spec = Case(models=("vit_ti",), attacks=(name,), effort="full", options=(f"{name}.{option}=1",))
     assert getattr(attack_of(name, spec), option) == 1
 
 
 def test_an_option_of_an_attack_that_this_effort_leaves_out_is_refused() -> None:
     given: dict[str, Any] = {"models": ("vit_ti",), "options": ("inner=3",)}
-    Specification(**given)
+    Case(**given)
     with pytest.raises(PrivlabError, match="inner"):
-        Specification(**given, effort="quick")
+        Case(**given, effort="quick")
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,11 @@ class Hasty:
 
 def test_an_effort_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with pytest.raises(PrivlabError, match=r"'ful'.*full\?"):
-        Specification(models=("vit_ti",), effort="ful")
+        Case(models=("vit_ti",), effort="ful")
     (file := tmp_path / "own.toml").write_text('[run]\neffort = "most"\n[[case]]\nmodel = "vit_ti"\n')
     with pytest.raises(PrivlabError, match=r"own\.toml.*2.*'most'"):
         read_experiment(file)
-    monkeypatch.setattr(privlab.evaluation.specification, "installed_attacks", lambda: {**attacks(), "hasty": Hasty})
+    monkeypatch.setattr(privlab.evaluation.case, "installed_attacks", lambda: {**attacks(), "hasty": Hasty})
     with pytest.raises(PrivlabError, match="'fast'"):
         default_attacks()
 

@@ -12,11 +12,11 @@ from privlab.attacks import ATTACKS
 from privlab.evaluation import (
     AttackGroup,
     Batch,
+    Case,
     Evaluator,
     Record,
     Scored,
     Scorer,
-    Specification,
     Trial,
     applicable,
     check,
@@ -111,7 +111,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         named = given.get("attacks") or default_attacks("full")
         short = {f"{name}.{key}={n}" for name in named for key, n in attack_declarations(ATTACKS[name]).short.items()}
         given["options"] = (*given.get("options", ()), *sorted(short))
-        specification = Specification(
+        specification = Case(
             **({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",), "effort": "full"} | given)
         )
         groups, _ = applicable(specification, base, stand_ins=True)

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.images import Others, open_images
 from privlab.runs.audit_reference import ReferenceScorer
 
@@ -109,7 +109,7 @@ def test_the_reference_of_an_audit_is_left_out_of_its_control(tmp_path: Path, sm
     with Image.open(tmp_path / "0.png") as image:
         image.save(tmp_path / "copy.bmp")
     named = tuple(str(tmp_path / name) for name in ("0.png", "1.png", "2.png"))
-    specification = Specification(models=("tiny",), metrics=("psnr",), public=named)
+    specification = Case(models=("tiny",), metrics=("psnr",), public=named)
     scorer = ReferenceScorer.of(tmp_path / "copy.bmp", specification, small())
     assert len(scorer.public) == 2
     assert not (scorer.public == scorer.image).flatten(1).all(1).any()

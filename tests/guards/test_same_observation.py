@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from privlab.attacks import ATTACKS
 from privlab.attacks.breaching.wrapper import Breaching
-from privlab.evaluation import Specification, applicable, known_slots
+from privlab.evaluation import Case, applicable, known_slots
 from privlab.inventory.explain import explain
 from privlab.inventory.texts import arguments_of, docstrings
 from privlab.patches import permute
@@ -140,7 +140,7 @@ def test_every_attack_but_breachings_was_tried(small: Callable[..., Victim]) -> 
     """Breaching's get the same observation through the same call; each of them searches for minutes at the least."""
     ran = {*ASKED_FOR}
     for given in (*GRADIENTS.values(), *FEATURES.values(), *UPDATES.values()):
-        specification = Specification(**({"models": ("tiny",), "settings": ("c",)} | given))
+        specification = Case(**({"models": ("tiny",), "settings": ("c",)} | given))
         groups, _ = applicable(specification, small(), stand_ins=True)
         ran |= {attack.name for group in groups for attack in group.attacks}
     assert ran == {name for name, kind in ATTACKS.items() if not issubclass(kind, Breaching)}

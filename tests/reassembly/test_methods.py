@@ -21,10 +21,10 @@ from privlab.defenses import GradientNoise, GradientPruning, Jigsaw, LowPass, Mj
 from privlab.evaluation import (
     GEOMETRIES,
     Batch,
+    Case,
     Evaluator,
     Rows,
     Scorer,
-    Specification,
     Trial,
     check_geometry,
     known_slots,
@@ -363,20 +363,20 @@ def base() -> Victim:
 def test_only_released_gradients_of_shuffled_patches_are_re_assembled(
     base: Victim, setting: str, options: dict[str, Any], *, made: bool
 ) -> None:
-    spec = Specification(models=("vit_ti_mjp",), settings=(setting,), **options)
+    spec = Case(models=("vit_ti_mjp",), settings=(setting,), **options)
     assert Rows(spec, base, ()).geometries(setting) == (GEOMETRIES if made else GEOMETRIES[:2])
 
 
 def test_patches_without_borders_are_not_re_assembled(base: Victim, tiny_model: Model) -> None:
     small = dataclasses.replace(base, model=tiny_model(img_size=8, patch_size=2))
-    spec = Specification(models=("vit_ti_mjp",), settings=("c",))
+    spec = Case(models=("vit_ti_mjp",), settings=("c",))
     assert Rows(spec, small, ()).geometries("c") == GEOMETRIES[:2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defense", ["mjp", "mjp+gradient-noise", "jigsaw"])
 def test_what_was_kept_is_re_assembled_alike(base: Victim, defense: str) -> None:
-    spec = Specification(
+    spec = Case(
         models=("vit_ti_mjp",),
         settings=("c",),
         attacks=("mjp-subspace",),
@@ -405,7 +405,7 @@ def test_no_score_of_a_shuffled_image_depends_on_the_others_of_its_batch(tmp_pat
 
     def scores(files: tuple[int, ...], settings: str = "c") -> dict[tuple[str, str], Any]:
         paths = [tmp_path / f"{i}.png" for i in files]
-        spec = Specification(
+        spec = Case(
             models=("cifar_vit_mjp27",),
             settings=tuple(settings),
             attacks=("april",),
@@ -427,8 +427,8 @@ def test_no_score_of_a_shuffled_image_depends_on_the_others_of_its_batch(tmp_pat
 
 
 def test_geometries_that_no_row_has_are_refused() -> None:
-    def spec(settings: tuple[str, ...] = ("c",), **options: Any) -> Specification:
-        return Specification(models=("vit_ti",), settings=settings, **options)
+    def spec(settings: tuple[str, ...] = ("c",), **options: Any) -> Case:
+        return Case(models=("vit_ti",), settings=settings, **options)
 
     for fine in (spec(), spec(("a", "c")), spec(defense="low-pass+jigsaw"), spec(defense="mjp")):
         check_geometry("reassembled", fine)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.images import NamedImage
 from privlab.release import observe, released_parameters
 from privlab.report.released import Releases, unreleased
@@ -42,7 +42,7 @@ def similar(base: Victim, candidates: Tensor, labels: list[int]) -> Callable[...
     """Return a maker of similarities under a defense, with a client."""
 
     def of(releases: Releases | None = None, **given: object) -> dict[tuple[str, str], Tensor]:
-        spec = Specification(**(GIVEN | given))  # type: ignore[arg-type]
+        spec = Case(**(GIVEN | given))  # type: ignore[arg-type]
         private = [NamedImage(f"{i}", f"sha {i}", None, labels[i]) for i in OWN]
         return (releases or Releases()).similarities(spec, base, private, OWN, candidates)
 
@@ -106,7 +106,7 @@ def test_orthogonality_is_of_each_parameter(
 def test_e_unk_is_compared_with_nobodys(candidates: Tensor) -> None:
     """A client with MJP moves it; the candidates' clients have no defense."""
     client = ("client.images=1", "client.batch_size=1")
-    spec = Specification(
+    spec = Case(
         models=("cifar_vit_mjp27",),
         settings=("c",),
         img_size=32,
@@ -150,7 +150,7 @@ def test_candidates_of_another_client_are_computed_anew(similar: Callable[..., d
 def test_what_is_not_compared_is_said(
     base: Victim, candidates: Tensor, similar: Callable[..., dict[tuple[str, str], Tensor]]
 ) -> None:
-    spec = Specification(**GIVEN)  # type: ignore[arg-type]
+    spec = Case(**GIVEN)  # type: ignore[arg-type]
     assert unreleased(spec) == ""
     assert unreleased(replace(spec, release="features")) == "features are released"
     assert unreleased(replace(spec, gradient_batch=2)) == "several images are released as one"

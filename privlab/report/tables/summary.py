@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from privlab.evaluation import CONTROL, EXACT_DB, GEOMETRIES, UNDEFINED, Specification
+from privlab.evaluation import CONTROL, EXACT_DB, GEOMETRIES, UNDEFINED, Case
 from privlab.metrics import DECIBELS, PLACEMENT
 from privlab.report.tables.case_verdicts import certified
 from privlab.report.tables.formats import Cell, Column, Line, Table
@@ -74,7 +74,7 @@ def with_placement(results: Results) -> Results:
     return results.laid_out(columns=(*layout.columns, *more))
 
 
-def remarks_of(results: Results, spec: Specification, missing: Mapping[str, str]) -> Iterator[str]:
+def remarks_of(results: Results, spec: Case, missing: Mapping[str, str]) -> Iterator[str]:
     """Yield what `--details` says of one run: its geometries and settings, what is n/a, what is proven, and its origin.
 
     Args:
@@ -145,7 +145,7 @@ def _missing(results: Results, missing: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: n/a ({missing[name].partition(':')[0]}; see the warning)"
 
 
-def origins(facts: Mapping[str, Any], spec: Specification) -> list[str]:
+def origins(facts: Mapping[str, Any], spec: Case) -> list[str]:
     """Return one line for each victim on its weights and defense, and on the options that decide its figures.
 
     Args:

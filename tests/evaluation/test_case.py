@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+import privlab.evaluation.case
 import privlab.evaluation.names
-import privlab.evaluation.specification
 from privlab.defenses import Jigsaw, Mjp, defenses
-from privlab.evaluation import Specification
-from privlab.evaluation.specification import part_of
+from privlab.evaluation import Case
+from privlab.evaluation.case import part_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def test_a_defense_keeps_its_own_defaults_where_the_run_states_none(
     given: dict[str, Any], made: Jigsaw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {**defenses(), OwnJigsaw.name: OwnJigsaw}
-    for module in (privlab.evaluation.names, privlab.evaluation.specification):
+    for module in (privlab.evaluation.names, privlab.evaluation.case):
         monkeypatch.setattr(module, "defenses", lambda: known)
-    spec = Specification(models=("vit_ti_mjp",), settings=("c",), **given)
+    spec = Case(models=("vit_ti_mjp",), settings=("c",), **given)
     assert part_of(spec.defense, spec) == made

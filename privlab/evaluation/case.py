@@ -1,4 +1,4 @@
-"""The specification of a run, and the defenses that it names."""
+"""The case of a run: everything that decides its results, and the defenses that it names."""
 
 import json
 import shlex
@@ -36,7 +36,7 @@ from privlab.victims import Victim, VictimModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Specification:
+class Case:
     """Everything that decides the results of a run; options that only change its speed are not here.
 
     An attack or a defense is named, or it is an instance: then its class need not be installed, and `options` do not
@@ -295,7 +295,7 @@ def options_stated(part: Attack | FeatureAttack | AnyDefense) -> dict[str, Any]:
 _LENGTHS = {"steps", "epochs"}  # the settings of a client that say how long a round is, each in its own unit
 
 
-def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
+def defense_of(spec: Case, victim: Victim, setting: str) -> Stack:
     """Return the defenses that are at work in a setting: none in setting a, where the plain image is fed.
 
     In settings b and c "auto" is MJP for a victim with E_unk. For another victim it is no defense where features are
@@ -329,7 +329,7 @@ def shuffles(release: Release, model: VictimModel, defense: Stack) -> bool:
     return moved and not isinstance(release, Features) and model.patch >= 3
 
 
-def part_of(part: str | AnyDefense, spec: Specification) -> AnyDefense:
+def part_of(part: str | AnyDefense, spec: Case) -> AnyDefense:
     """Return a defense with its options, by its name; an instance is returned as it is."""
     if not isinstance(part, str):
         return part
@@ -337,13 +337,13 @@ def part_of(part: str | AnyDefense, spec: Specification) -> AnyDefense:
     return configure(kind, spec.options, _jigsaw_options(spec, kind))
 
 
-def _jigsaw_options(spec: Specification, kind: type) -> dict[str, Any]:
+def _jigsaw_options(spec: Case, kind: type) -> dict[str, Any]:
     """Return γ and `masked_pe` where the run states them and the defense has them; else its own defaults hold."""
     given = {"gamma": spec.gamma, "masked_pe": spec.masked_pe}
     return {f.name: given[f.name] for f in fields(kind) if given.get(f.name) is not None}
 
 
-def admissions(spec: Specification) -> list[str]:
+def admissions(spec: Case) -> list[str]:
     """Return the command that tests each defense from another package, with its options: `privlab admit NAME …`."""
     lines = []
     for name in spec.parts:
@@ -357,7 +357,7 @@ def admissions(spec: Specification) -> list[str]:
     return lines
 
 
-def _defense(part: str | AnyDefense, spec: Specification, victim: Victim) -> AnyDefense:
+def _defense(part: str | AnyDefense, spec: Case, victim: Victim) -> AnyDefense:
     defense = part_of(part, spec)
     name = defense.name
     declared = name not in DEFENSES and defense_declarations(defense).acts_as is not None
@@ -374,7 +374,7 @@ def _defense(part: str | AnyDefense, spec: Specification, victim: Victim) -> Any
     return defense
 
 
-def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
+def reassembly_of(spec: Case, base: Victim) -> Reassembly:
     """Return the method that puts shuffled patches in order.
 
     Raises:
@@ -401,7 +401,7 @@ def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
     return found
 
 
-def attack_of(attack: str | Attack | FeatureAttack, spec: Specification) -> Attack | FeatureAttack:
+def attack_of(attack: str | Attack | FeatureAttack, spec: Case) -> Attack | FeatureAttack:
     """Return an attack with its options, by its name; at full effort its larger defaults hold.
 
     An instance is returned as it is.
