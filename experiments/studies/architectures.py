@@ -15,6 +15,7 @@ from torch import nn
 from privlab.base import PrivlabError, check_range, first
 from privlab.evaluation import Case, applicable
 from privlab.evaluation.records import exact_db
+from privlab.grids import specify
 from privlab.runs import execute
 from privlab.victims import as_timm, victim
 
@@ -134,8 +135,8 @@ class ArchitectureStudy:
         found: dict[str, Any] = {}
         for attack, release in ATTACKS.items():
             asked: dict[str, Any] = {"images": (self.images,), "limit": self.limit, "seed": self.seed}
-            asked |= {"release": release, "metrics": ("psnr",), "attacks": (attack,), "models": ("own",)}
-            spec = Case(**asked, block="stock")
+            asked |= {"release": release, "metrics": ("psnr",), "attack": (attack,), "model": ("own",)}
+            spec = specify(**asked, block="stock")
             refused = applicable(spec, base)[1]
             if refused:
                 found[attack] = {"outcome": "refused", "reason": refused[attack]}

@@ -22,7 +22,7 @@ from privlab.grids.fill import fill
 from privlab.images.given import data_of, is_named
 from privlab.report.run import Run
 from privlab.runs import execute, shown_progress
-from privlab.threat import Features, Gradient, Release, Update
+from privlab.threat import Release
 from privlab.victims import Victim, check_plain
 
 
@@ -118,11 +118,11 @@ def grid(
         name = values.pop("victim")
         spec = _specified(given | arguments | values | ({"victim": name} if own is None else {}))
         options = {key: text for name, value in values.items() for key, text in _said(name, value).items()}
-        options |= {"victim": spec.models[0]} if len(axes["victim"]) > 1 else {}
+        options |= {"victim": spec.victim.models[0]} if len(axes["victim"]) > 1 else {}
         runs = tuple(replace(spec, draws=1, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
             named = options | ({"setting": setting} if len(spec.settings) > 1 else {})
-            label = ", ".join(f"{name} {text}" for name, text in named.items()) or spec.models[0]
+            label = ", ".join(f"{name} {text}" for name, text in named.items()) or spec.victim.models[0]
             cases.append(GridRow(label, None, runs, named, setting=setting))
     first = cases[0].runs[0]
     how = Options(_engine(first, engine, workers), strips=sys.maxsize, **speed)
@@ -136,7 +136,7 @@ _LISTS = ("attacks", "metrics")  # of one case
 
 
 def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | None, dict[str, Any]]:  # noqa: ANN401
-    """Return the victim if it is an object, and victim, images and labels as a specification takes them."""
+    """Return the victim if it is an object, and victim, images and labels as a case takes them."""
     own = victim if isinstance(victim, nn.Module | Victim) else None
     if own is None and not isinstance(victim, Sequence):
         check_plain(victim)  # it raises what is wrong
@@ -147,13 +147,12 @@ def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | 
 
 
 def _specified(arguments: dict[str, Any]) -> Case:
-    """Return the specification of a run with these arguments of `attack`."""
+    """Return the case of a run with these arguments of `attack`."""
     for old, new in (("attack", "attacks"), ("setting", "settings")):
         if old in arguments:
             raise unknown_name("option", old, [new])
-    release = _stated_release(arguments.pop("release", None))
     named = {"setting": arguments.pop("settings", None), "attack": arguments.pop("attacks", None)}
-    return specify(arguments.pop("victim"), **named, **release, **arguments)
+    return specify(arguments.pop("victim"), **named, **arguments)
 
 
 @contextmanager
@@ -188,21 +187,6 @@ def _said(name: str, value: Any) -> dict[str, str | float | int]:  # noqa: ANN40
     own = {f.name: getattr(value, f.name) for f in fields(value)}
     shown = {key: each for key, each in own.items() if isinstance(each, int | float) and not isinstance(each, bool)}
     return {name: getattr(value, "name", type(value).__name__), **shown}
-
-
-def _stated_release(release: Release | str | None) -> dict[str, Any]:
-    """Return a release as fields of the specification."""
-    match release:
-        case str():
-            return {"release": release}
-        case Gradient(batch):
-            return {"release": "gradients", "gradient_batch": batch}
-        case Features(cut_layer, batch):
-            return {"release": "features", "cut_layer": cut_layer, "client_batch": batch}
-        case Update(client):
-            return {"client": client}
-        case None:
-            return {}
 
 
 def _engine(spec: Case, name: str, workers: int) -> Engine:

@@ -227,7 +227,7 @@ class Measurement:
         (case,) = (each for each in self.card.of.cases if case_label(each, setting) == row["case"])
         spec = self._with_draws(case, setting)
         if draw or not all(self._directory(spec, name).exists() for name in _runs(spec, BUNDLED)):
-            alone = [each for each in spec.attacks or () if _name(each) == row["attack"]]
+            alone = [each for each in spec.words.attacks or () if _name(each) == row["attack"]]
             spec = replace(self.specification(case, setting, alone), draw=draw)
         self._run(case, spec, BUNDLED)
         (name,) = (name for name, (_, counted) in _runs(spec, BUNDLED).items() if row["image_sha256"] in counted)
@@ -260,7 +260,7 @@ class Measurement:
         """Return the records of a part, or of some of its photographs, with the case and what its clients are."""
         names, found, (setting,) = photographs(part), [], spec.settings
         for name, (attacked, counted) in _runs(spec, part, wanted).items():
-            whole = replace(spec, images=self.how.chosen(part, attacked))
+            whole = replace(spec, data=replace(spec.data, images=self.how.chosen(part, attacked)))
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary, "run") if self.out is None else self._directory(spec, name)
                 done = execute(whole, path, strips=self.out is not None and part == BUNDLED, engine=self.engine)
@@ -283,7 +283,7 @@ def _runs(spec: Case, part: str, wanted: Sequence[str] | None = None) -> dict[st
     these count where they were first.
     """
     hashes = list(photographs(part)) if wanted is None else list(wanted)
-    K = spec.local_training.clients if spec.local_training else 1
+    K = 1 if spec.client is None else spec.client.clients
     if not (left := len(hashes) % K):
         return {part: (hashes, hashes)}
     return {

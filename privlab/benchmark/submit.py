@@ -172,7 +172,7 @@ def fidelity(spec: Case, defense: Sequence[Any]) -> float:
         return round(float(kept.double().mean()), 4)
 
     def released(stack: Stack) -> Mapping[str, Tensor]:
-        if (client := spec.local_training) is not None:
+        if (client := spec.client) is not None:
             clients = [ClientData(*each) for each in zip(images.split(1), labels.split(1), draws, strict=True)]
             return observe_updates(model, client, clients, None, stack.parts).gradients
         feed = stack.feed(images, model.patch, draws, key=key())

@@ -18,7 +18,7 @@ from privlab.threat.client import CLIENT_PRESETS, OPTIMISERS
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
-    from privlab.runs.audit_given import Files
+    from privlab.runs.audited import Files
 
 LEAKED = 3
 """The exit status of `--fail-on-leak` where an image is certified."""

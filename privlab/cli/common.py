@@ -119,7 +119,7 @@ def interruptible(kept: Callable[[], str]) -> Iterator[None]:
 
 
 def begun_directory(spec: "Case", what: str, *, overwrite: bool) -> Path | None:
-    """Return the directory of an unfinished run of a specification in `runs`, and say so; None if a new one starts.
+    """Return the directory of an unfinished run of a case in `runs`, and say so; None if a new one starts.
 
     Args:
         spec: what is run.

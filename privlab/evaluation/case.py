@@ -1,27 +1,24 @@
-"""The case of a run: everything that decides its results, and the defenses that it names."""
+"""The case of a run: everything that decides its results, as objects that check themselves once."""
 
 import json
 import shlex
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, check_name, configure, read_options
-from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
-from privlab.evaluation.names import EFFORTS, WORST_CASE, check_names, check_stated, client_options
+from privlab.base import PrivlabError, check_name, check_range, configure
+from privlab.defenses import DEFENSES, Jigsaw, Mjp, Undefended, defenses
+from privlab.evaluation.names import EFFORTS, check_names, check_seed
 from privlab.evaluation.own import source_sha256
 from privlab.images import Data, check_bit_depth, check_choice
 from privlab.metrics.names import LPIPS
-from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
+from privlab.reassembly import Borders, Reassembly
 from privlab.release import AnyDefense, contradictions, effects_of
 from privlab.threat import (
-    CLIENT_PRESETS,
     Attack,
     AttackClass,
-    Capability,
     Client,
-    DefenseClass,
     FeatureAttack,
     Features,
     Gradient,
@@ -34,28 +31,58 @@ from privlab.threat import (
 )
 from privlab.victims import Victim, VictimModel
 
+AnyAttack = Attack | FeatureAttack
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Everything that decides the results of a run; options that only change its speed are not here.
 
-    An attack or a defense is named, or it is an instance: then its class need not be installed, and `options` do not
-    apply to it.
+@dataclass(frozen=True)
+class Words:
+    """The names and options by which a case was asked for, as `run.json` states them.
 
-    Raises:
-        PrivlabError: for an unknown setting, attack, defense, metric or block, or a number out of range.
+    The case holds the objects that they name. An attack or a defense may be given as an instance, which is stated by
+    its class, its options and its source.
     """
 
-    models: tuple[str, ...]
-    settings: tuple[str, ...] = ("a",)
-    attacks: tuple[str | Attack | FeatureAttack, ...] | None = None
-    effort: str = "standard"
-    weights: str = "auto"
-    block: str = "auto"
-    img_size: int | None = None
+    attacks: tuple[str | AnyAttack, ...] | None = None
     defense: str | tuple[str | AnyDefense, ...] = "auto"
     gamma: float | None = None
     masked_pe: str | None = None
+    release: str = "auto"
+    client: str | None = None
+    options: tuple[str, ...] = ()
+    client_batch: int = 16
+    cut_layer: int = 0
+    gradient_batch: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check(self, positive=("client_batch", "gradient_batch"))
+
+
+@dataclass(frozen=True)
+class Victims:
+    """The names of the victims of a case, and how each is made."""
+
+    models: tuple[str, ...]
+    weights: str = "auto"
+    block: str = "auto"
+    img_size: int | None = None
+    classes: int | None = None
+    normalisation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the names; those of victims are checked when they are made."""
+        _check(self, some=("models",))
+        check_names("block", [self.block])
+
+    def options(self, seed: int) -> dict[str, Any]:
+        """Return what `victim` takes besides a name and a block; `seed` makes random weights."""
+        return {name: value for name, value in vars(self).items() if name not in ("models", "block")} | {"seed": seed}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The images of a case: where they are, which of them are used, and their labels."""
+
     images: tuple[str, ...] | Data = ("samples",)
     limit: int | None = None
     every: int | None = None
@@ -64,223 +91,211 @@ class Case:
     split: str | None = None
     labels: str | None = None
     bit_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the choice is one, before any image is looked for."""
+        _check(self, some=("images",))
+        check_choice(self.limit, self.every, self.offset, self.manifest)
+        check_bit_depth(self.bit_depth)
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """The defenses of "auto": MJP for a victim with E_unk; else none for features, and the jigsaw for gradients."""
+
+    mjp: Mjp
+    jigsaw: Jigsaw
+
+    def of(self, victim: Victim, *, features: bool) -> AnyDefense:
+        """Return the defense of a victim."""
+        if victim.has_mjp:
+            return self.mjp
+        return Undefended() if features else self.jigsaw
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """Who attacks: the attacks, the effort, public images, and how shuffled patches are put in order.
+
+    Without `attacks`, all that can run and need not be named are made with those of the `options` that are meant for
+    them. `force` grants what can be forced, on a block that is named.
+    """
+
+    attacks: tuple[AnyAttack, ...] | None = None
+    effort: str = "standard"
+    force: bool = False
+    options: tuple[str, ...] = ()
+    public: tuple[str, ...] | Data = ("samples",)
+    public_limit: int = 200
+    reassembly: Reassembly = field(default_factory=Borders)
+
+    def __post_init__(self) -> None:
+        """Check the names and numbers."""
+        check_names("effort", [self.effort])
+        _check(self, some=("attacks", "public"), positive=("public_limit",))
+
+    def made(self, kind: AttackClass) -> AnyAttack:
+        """Return an attack with the options that are meant for it; at full effort its larger defaults hold.
+
+        Raises:
+            PrivlabError: if an option does not fit the attack.
+        """
+        return configure(kind, self.options, attack_declarations(kind).at_full if self.effort == "full" else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Everything that decides the results of a run; options that only change its speed are not here.
+
+    `privlab.grids.specify` makes it from names. `words` says how it was asked for.
+
+    Raises:
+        PrivlabError: for an unknown setting or metric, a number out of range, or objects that contradict each other.
+    """
+
+    victim: Victims
+    data: Choice
+    release: Release
+    defense: tuple[AnyDefense, ...] | Automatic
+    adversary: Adversary
+    words: Words
+    settings: tuple[str, ...] = ("a",)
     metrics: tuple[str, ...] = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "correlation", "gms_affine", "ssim", "ssim_skimage"),
         LPIPS,
     )
     lpips_weights: str | None = None
+    embedding: str | None = None
     eight_bit: bool = False
     seed: int = 0
     draw: int = 0
     draws: int = 1
-    force: bool = False
-    release: str = "auto"
-    client: str | None = None
-    options: tuple[str, ...] = ()
-    public: tuple[str, ...] | Data = ("samples",)
-    public_limit: int = 200
-    client_batch: int = 16
-    cut_layer: int = 0
-    embedding: str | None = None
-    classes: int | None = None
-    normalisation: str | None = None
-    gradient_batch: int = 1
-    reassembly: str = Borders.name
 
     def __post_init__(self) -> None:
-        """Check every name against what is installed."""
-        if self.attacks == (WORST_CASE,):
-            object.__setattr__(self, "attacks", None)
-        for kind, names in (
-            ("setting", self.settings),
-            ("attack", [each for each in self.attacks or () if isinstance(each, str)]),
-            ("effort", (self.effort,)),
-            ("defense", [each for each in self.parts if isinstance(each, str)]),
-            ("release", (self.release,)),
-            ("block", (self.block,)),
-            ("client", () if self.client is None else (self.client,)),
-            ("reassembly", (self.reassembly,)),
-            ("metric", self.metrics),
-        ):
-            check_names(kind, names)
-        for kind in ("models", "settings", "attacks", "metrics", "images", "public"):
-            if getattr(self, kind) == ():
-                raise PrivlabError(f"At least one of {kind} is needed. Found none.")
-        check_stated(vars(self))
-        for name in ("client_batch", "gradient_batch", "public_limit", "draws"):
-            if getattr(self, name) < 1:
-                raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
-        check_choice(self.limit, self.every, self.offset, self.manifest)
-        check_bit_depth(self.bit_depth)
-        Mjp(**_jigsaw_options(self, Mjp))
-        self._check_client()
-        self._check_options()
+        """Check the names and numbers, and that defenses act on what is released."""
+        _check(self, some=("settings", "metrics"), positive=("draws",))
+        check_names("setting", self.settings)
+        check_names("metric", self.metrics)
+        check_seed(self.seed)
         self._check_release()
 
     @property
-    def parts(self) -> tuple[str | AnyDefense, ...]:
-        """Return the stacked defenses, each by its name or as an instance."""
-        return tuple(self.defense.split("+")) if isinstance(self.defense, str) else self.defense
+    def parts(self) -> tuple[AnyDefense, ...]:
+        """Return the stacked defenses; none where they are decided automatically."""
+        return () if isinstance(self.defense, Automatic) else self.defense
 
     @property
     def defense_name(self) -> str:
         """Return the names of the stacked defenses, joined by +."""
-        return "+".join(map(name_of, self.parts))
+        return "+".join(part.name for part in self.parts) or "auto"
 
     def stated(self) -> dict[str, Any]:
-        """Return what `run.json` states: the fields as plain data, an instance by its class, its options and source."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Return what `run.json` states: plain data by name, an instance by its class, its options and source."""
+        plain: dict[str, Any] = {}
+        for part in (self, self.victim, self.data, self.adversary, self.words):
+            plain |= vars(part)
+        match self.release:
+            case Gradient(batch):
+                plain["gradient_batch"] = batch
+            case Features(cut_layer, batch):
+                plain |= {"cut_layer": cut_layer, "client_batch": batch}
+        plain["reassembly"] = self.adversary.reassembly.name
         for name in ("attacks", "defense"):
             if isinstance(plain[name], tuple):
                 plain[name] = tuple(map(_stated, plain[name]))
         for name in ("images", "public"):
             if isinstance(plain[name], Data):
                 plain[name] = (plain[name].description,)
-        return plain
+        return {name: plain[name] for name in _STATED}
 
     @property
     def features_released(self) -> bool:
-        """Return whether the adversary sees features: as `release` says, or as blocks, defense or attack need it."""
-        if self.release != "auto" or self.client is not None:
-            return self.release == "features"
-        if self.cut_layer:
-            return True
-        kinds = map(attack_kind, self.attacks or ())
-        return "features" in self._acts_on or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
+        """Return whether the adversary sees features."""
+        return isinstance(self.release, Features)
+
+    @property
+    def cut_layer(self) -> int:
+        """Return the number of blocks before the features that are released; 0 where none are."""
+        return self.release.cut_layer if isinstance(self.release, Features) else 0
 
     @property
     def released(self) -> str:
         """Return what the adversary sees: "gradients", "features" or "update"."""
-        return "update" if self.client is not None else "features" if self.features_released else "gradients"
-
-    @cached_property
-    def local_training(self) -> Client | None:
-        """Return the public settings of the client whose update is released; None where no update is.
-
-        An option for `steps` takes the place of a preset's `epochs`, and one for `epochs` that of its `steps`.
-
-        Raises:
-            PrivlabError: if an option is of another type, or a setting out of range.
-        """
-        if self.client is None:
-            return None
-        given = asdict(CLIENT_PRESETS[self.client]) if self.client in CLIENT_PRESETS else {"optimiser": self.client}
-        keys = {option.partition("=")[0].strip().removeprefix("client.") for option in client_options(self.options)}
-        given = {key: value for key, value in given.items() if key not in _LENGTHS or not keys & _LENGTHS}
-        return configure(Client, client_options(self.options), given)
+        return {Gradient: "gradients", Features: "features", Update: "update"}[type(self.release)]
 
     @property
-    def client_release(self) -> Release:
-        """Return what the clients release."""
-        if self.features_released:
-            return Features(self.cut_layer, self.client_batch)
-        return Gradient(self.gradient_batch) if self.local_training is None else Update(self.local_training)
+    def client(self) -> Client | None:
+        """Return the public settings of the client whose update is released; None where no update is."""
+        return self.release.client if isinstance(self.release, Update) else None
 
     @property
     def together(self) -> int | None:
         """Return how many images are released as one, and attacked as one; None where each is released by itself."""
-        release = self.client_release
-        return release.images if isinstance(release, Features) or release.images > 1 else None
-
-    @property
-    def _acts_on(self) -> dict[str, str]:
-        """Return the first defense that acts on images, on features and on gradients, where one does."""
-        named = {name_of(part): defense_kind(part) for part in reversed(self.parts) if part != "auto"}
-        return {acts_on(kind): name for name, kind in named.items()}
+        return self.release.images if self.features_released or self.release.images > 1 else None
 
     @property
     def defends_gradients(self) -> bool:
         """Return whether a defense acts on released gradients; in setting a no defense is at work."""
-        return "gradients" in self._acts_on and any(setting != "a" for setting in self.settings)
+        return bool(self._acting_on("gradients")) and any(setting != "a" for setting in self.settings)
 
-    def _check_options(self) -> None:
-        """Check that every option of --set is one of an attack or a defense that this run may use."""
-        parts = [defenses()[part] for part in self.parts if isinstance(part, str) and part != "auto"] or [Mjp]
-        named = {each: installed_attacks()[each] for each in self.attacks or () if isinstance(each, str)}
-        read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
-        own = {*self.reassembly_options, *(client_options(self.options) if self.client is not None else ())}
-        others = [option for option in self.options if option not in own]
-        read_options(others, [*parts, *(default_attacks(self.effort) if self.attacks is None else named).values()])
-        for kind in parts:  # also in setting a, which does not use them
-            configure(kind, self.options)
-
-    @property
-    def reassembly_options(self) -> list[str]:
-        """Return the options of the re-assembly: those that start with its name."""
-        return [option for option in self.options if option.strip().startswith(f"{self.reassembly}.")]
-
-    def _check_client(self) -> None:
-        """Check that what a client sets is public, and that its defenses act on its update."""
-        if self.client is None:
-            return
-        for option in client_options(self.options):
-            name, _, value = (part.strip() for part in option.partition("="))
-            if value in ("unknown", "private"):
-                raise PrivlabError(
-                    f"What a client sets is public here: an attack knows it. Found {name}={value}: state the likeliest "
-                    "value. `privlab audit update` of one image and SGD fits a decay that is left out and a rate."
-                )
-        if "features" in self._acts_on:
-            raise PrivlabError(
-                f"Defense '{self.defense_name}' acts on features, which a client that trains does not send. Leave it "
-                "out, or take one of images, which acts in each step, or of gradients, which acts on the update."
-            )
-        named = [part for part in self.parts if part != "auto"]
-        filters = [name_of(part) for part in named if acts_on(defense_kind(part)) == "gradients"]
-        cast(Client, self.local_training).check_filters(filters)
-        for part in named:
-            if defense_declarations(part_of(part, self)).per == "model":
-                raise PrivlabError(
-                    f"Defense '{name_of(part)}' has one key for all images of a client, and is not defined for "
-                    "updates. Leave it out, or release gradients."
-                )
+    def _acting_on(self, what: str) -> list[str]:
+        """Return the names of the defenses that act on "images", "features" or "gradients"."""
+        return [part.name for part in self.parts if acts_on(type(part)) == what]
 
     def _check_release(self) -> None:
-        if self.cut_layer < 0:
-            raise PrivlabError(f"cut_layer must be a number of blocks, at least 0. Found {self.cut_layer}.")
-        if self.cut_layer and not self.features_released:
-            raise PrivlabError(
-                f"A cut layer is of released features. Found cut_layer {self.cut_layer}, and {self.released} released: "
-                "leave one of them out."
-            )
-        if self.features_released and self.block == "april":
-            raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
-        if self.features_released and self.gradient_batch > 1:
-            raise PrivlabError(
-                f"gradient_batch is of released gradients. Found {self.gradient_batch}, and features released: "
-                "use client_batch."
-            )
-        if not self.features_released and "features" in self._acts_on:
-            raise PrivlabError(
-                f"Defense '{self.defense_name}' acts on features. Found --release gradients: use features."
-            )
-        if self.features_released and (name := self._acts_on.get("gradients")) is not None:
-            raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
+        gradients = self._acting_on("gradients")
+        if self.features_released:
+            if self.victim.block == "april":
+                raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
+            if gradients:
+                raise PrivlabError(
+                    f"Defense '{gradients[0]}' acts on gradients. Found features released: leave it out."
+                )
+        elif self._acting_on("features"):
+            right = ". Found --release gradients: use features."
+            if self.client is not None:
+                right = (
+                    ", which a client that trains does not send. Leave it out, or take one of images, which acts in "
+                    "each step, or of gradients, which acts on the update."
+                )
+            raise PrivlabError(f"Defense '{self.defense_name}' acts on features{right}")
+        if self.client is None:
+            return
+        self.client.check_filters(gradients)
+        for part in self.parts:
+            if defense_declarations(part).per == "model":
+                raise PrivlabError(
+                    f"Defense '{part.name}' has one key for all images of a client, and is not defined for updates. "
+                    "Leave it out, or release gradients."
+                )
 
 
-def name_of(part: str | Attack | FeatureAttack | AnyDefense) -> str:
-    """Return the name of an attack or a defense that is named, or given as an instance."""
-    return part if isinstance(part, str) else part.name
+_STATED = (
+    *("models", "settings", "attacks", "effort", "weights", "block", "img_size", "defense", "gamma", "masked_pe"),
+    *("images", "limit", "every", "offset", "manifest", "split", "labels", "bit_depth", "metrics", "lpips_weights"),
+    *("eight_bit", "seed", "draw", "draws", "force", "release", "client", "options", "public", "public_limit"),
+    *("client_batch", "cut_layer", "embedding", "classes", "normalisation", "gradient_batch", "reassembly"),
+)
+"""What `run.json` states of a case, in its order."""
 
 
-def attack_kind(attack: str | Attack | FeatureAttack) -> AttackClass:
-    """Return the class of an attack that is named, or given as an instance."""
-    return installed_attacks()[attack] if isinstance(attack, str) else type(attack)
+def _check(part: object, some: Sequence[str] = (), positive: Sequence[str] = ()) -> None:
+    """Check that some fields of a part are not empty, and that others are positive numbers."""
+    for name in some:
+        if getattr(part, name) == ():
+            raise PrivlabError(f"At least one of {name} is needed. Found none.")
+    for name in positive:
+        check_range(getattr(part, name) >= 1, name, "a positive number", getattr(part, name))
 
 
-def defense_kind(defense: str | AnyDefense) -> DefenseClass:
-    """Return the class of a defense that is named, or given as an instance."""
-    return defenses()[defense] if isinstance(defense, str) else type(defense)
-
-
-def _stated(part: str | Attack | FeatureAttack | AnyDefense) -> object:
+def _stated(part: str | AnyAttack | AnyDefense) -> object:
     if isinstance(part, str):
         return part
     kind = type(part)
     return {"name": part.name, "class": f"{kind.__module__}:{kind.__qualname__}", "options": options_stated(part)}
 
 
-def options_stated(part: Attack | FeatureAttack | AnyDefense) -> dict[str, Any]:
+def options_stated(part: AnyAttack | AnyDefense) -> dict[str, Any]:
     """Return the options of an attack or a defense, with the hash of its source if its class is not installed."""
     installed = (kinds[part.name] for kinds in (installed_attacks(), defenses()) if part.name in kinds)
     own = {} if type(part) in installed else {"source_sha256": source_sha256(type(part))}
@@ -292,17 +307,11 @@ def options_stated(part: Attack | FeatureAttack | AnyDefense) -> dict[str, Any]:
     return stated
 
 
-_LENGTHS = {"steps", "epochs"}  # the settings of a client that say how long a round is, each in its own unit
-
-
 def defense_of(spec: Case, victim: Victim, setting: str) -> Stack:
     """Return the defenses that are at work in a setting: none in setting a, where the plain image is fed.
 
-    In settings b and c "auto" is MJP for a victim with E_unk. For another victim it is no defense where features are
-    released, and the jigsaw alone where gradients are.
-
     Args:
-        spec: names the stacked defenses, and their options.
+        spec: the case, with its stacked defenses.
         victim: the one that is fed; it may have an E_unk.
         setting: "a", "b" or "c", of MJP, section 5.4.
 
@@ -311,8 +320,9 @@ def defense_of(spec: Case, victim: Victim, setting: str) -> Stack:
     """
     if setting == "a":
         return Stack((Undefended(),))
-    automatic = "mjp" if victim.has_mjp else "none" if spec.features_released else "jigsaw"
-    return Stack(tuple(_defense(automatic if part == "auto" else part, spec, victim) for part in spec.parts))
+    if isinstance(spec.defense, Automatic):
+        return Stack((_checked(spec.defense.of(victim, features=spec.features_released), victim),))
+    return Stack(tuple(_checked(part, victim) for part in spec.defense))
 
 
 def shuffles(release: Release, model: VictimModel, defense: Stack) -> bool:
@@ -329,36 +339,22 @@ def shuffles(release: Release, model: VictimModel, defense: Stack) -> bool:
     return moved and not isinstance(release, Features) and model.patch >= 3
 
 
-def part_of(part: str | AnyDefense, spec: Case) -> AnyDefense:
-    """Return a defense with its options, by its name; an instance is returned as it is."""
-    if not isinstance(part, str):
-        return part
-    kind = defenses()[part]
-    return configure(kind, spec.options, _jigsaw_options(spec, kind))
-
-
-def _jigsaw_options(spec: Case, kind: type) -> dict[str, Any]:
-    """Return γ and `masked_pe` where the run states them and the defense has them; else its own defaults hold."""
-    given = {"gamma": spec.gamma, "masked_pe": spec.masked_pe}
-    return {f.name: given[f.name] for f in fields(kind) if given.get(f.name) is not None}
-
-
 def admissions(spec: Case) -> list[str]:
     """Return the command that tests each defense from another package, with its options: `privlab admit NAME …`."""
     lines = []
-    for name in spec.parts:
-        if name == "auto" or not isinstance(name, str) or name in DEFENSES:
+    for part in spec.parts:
+        if part.name in DEFENSES or type(part) is not defenses().get(part.name):
             continue
         given = [
             (["--gamma", str(value)] if key == "gamma" else ["--set", f"{key}={'none' if value is None else value}"])
-            for key, value in asdict(part_of(name, spec)).items()
+            for key, value in asdict(part).items()
         ]
-        lines.append(shlex.join(["privlab", "admit", name, *(word for words in given for word in words)]))
+        lines.append(shlex.join(["privlab", "admit", part.name, *(word for words in given for word in words)]))
     return lines
 
 
-def _defense(part: str | AnyDefense, spec: Case, victim: Victim) -> AnyDefense:
-    defense = part_of(part, spec)
+def _checked(defense: AnyDefense, victim: Victim) -> AnyDefense:
+    """Return a defense that does on this victim what it declares."""
     name = defense.name
     declared = name not in DEFENSES and defense_declarations(defense).acts_as is not None
     if declared and (wrong := contradictions(victim.model, defense)):
@@ -374,18 +370,6 @@ def _defense(part: str | AnyDefense, spec: Case, victim: Victim) -> AnyDefense:
     return defense
 
 
-def reassembly_of(spec: Case, base: Victim) -> Reassembly:
-    """Return the method that puts shuffled patches in order.
-
-    Raises:
-        PrivlabError: if it needs a predictor that is missing, or one that is for patches other than the victim's.
-    """
-    made = configure(REASSEMBLIES[spec.reassembly], spec.reassembly_options)
-    if isinstance(made, Predicted):
-        made.predictor(base.model.grid, base.model.patch)
-    return made
-
-
 def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
     """Return the attacks that run without being named; breaching's searches, which take hours, must be named.
 
@@ -399,17 +383,3 @@ def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
         if not declared.named_only and declared.effort in within:
             found[name] = kind
     return found
-
-
-def attack_of(attack: str | Attack | FeatureAttack, spec: Case) -> Attack | FeatureAttack:
-    """Return an attack with its options, by its name; at full effort its larger defaults hold.
-
-    An instance is returned as it is.
-
-    Raises:
-        PrivlabError: if an option does not fit the attack.
-    """
-    if not isinstance(attack, str):
-        return attack
-    kind = installed_attacks()[attack]
-    return configure(kind, spec.options, attack_declarations(kind).at_full if spec.effort == "full" else {})

@@ -1,6 +1,6 @@
 """By which network a run that asks for "lpips" is scored: AlexNet where it can be had, else the SqueezeNet of privlab.
 
-The choice is made once, at the start of a run, and stands in its specification and in the name of the column. A run
+The choice is made once, at the start of a run, and stands in its case and in the name of the column. A run
 that goes on keeps it.
 """
 
@@ -50,7 +50,7 @@ def named_lpips(names: Iterable[str], metric: str | None) -> tuple[str, ...]:
 
 
 def with_lpips(spec: Case, begun: Mapping[str, Any], *, download: bool = True) -> tuple[Case, str | None]:
-    """Return a specification that names the metric which "lpips" stands for, and a warning as `choose_lpips` does.
+    """Return a case that names the metric which "lpips" stands for, and a warning as `choose_lpips` does.
 
     Args:
         spec: what is run; it is returned as it is if it does not ask for "lpips".

@@ -11,7 +11,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, check_name, read_text
 from privlab.evaluation import Case
 from privlab.evaluation.lpips_choice import choose_lpips, named_lpips
-from privlab.grids.specify import specify
+from privlab.grids.specify import OPTIONS, specify
 from privlab.grids.toml_file import ANYTHING, TomlFile
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 from privlab.metrics.names import LPIPS
@@ -37,7 +37,7 @@ CHOICE = ("limit", "every", "offset", "manifest")
 class GridRow:
     """One row of the grid: what is run, under which name, and what a paper printed for it.
 
-    `runs` has one specification for each seed and draw; where it has several settings, the case is of `setting`, and
+    `runs` has one case for each seed and draw; where it has several settings, the row is of `setting`, and
     they are attacked together. `options` holds what the file says of this case alone; figures take their axes from it.
     """
 
@@ -136,13 +136,15 @@ def columns_of(metrics: Sequence[str]) -> tuple[str, ...]:
 
 
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
-_RUN = {f.name: next(words for name, words in _WORDS.items() if name in str(f.type)) for f in fields(Case)}
-_RUN = {name: _RUN[name] for name in _RUN if name not in ("models", "settings", "attacks", "options", "seed", "draw")}
+_RUN = {
+    name: next((words for kind, words in _WORDS.items() if kind in str(f.type)), "a text")
+    for name, f in OPTIONS.items()
+    if name not in ("settings", "options", "seed", "draw", "force")
+}
 _RUN |= dict.fromkeys(("attack", "metrics", "images", "public", "set"), "a list of texts")
 _RUN |= {f"client.{f.name}": ANYTHING for f in fields(Client)}
 _RUN |= {"model": "the name of one victim", "setting": "a, b or c"}
 _RUN |= {"seeds": "a list of whole numbers", "draws": "a positive whole number"}
-del _RUN["force"]
 _TABLES: Mapping[str, Mapping[str, str]] = {
     "": {
         **dict.fromkeys(("title", "source"), "a text"),
@@ -244,7 +246,7 @@ def _cases(file: TomlFile, shared: Mapping[str, Any], layout: Layout) -> Iterato
             plain = {
                 name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in point.items()
             }
-            yield GridRow(label or runs[0].models[0], case.get("group"), runs, plain, figures)
+            yield GridRow(label or runs[0].victim.models[0], case.get("group"), runs, plain, figures)
 
 
 def _printed(file: TomlFile) -> list[dict[str, str]]:
@@ -279,7 +281,7 @@ def _published(wanted: Mapping[str, Any], file: TomlFile, printed: Sequence[Mapp
 
 
 def _runs(file: TomlFile, values: dict[str, Any], number: int, layout: Layout) -> Iterator[Case]:
-    """Return the specifications of one case: one for each seed and draw."""
+    """Return the cases of one row: one for each seed and draw."""
     keys = [*values]
     if "model" not in values:
         raise file.refuse("model must be the name of one victim. Found None.", "run")
@@ -312,7 +314,7 @@ def _text(value: object) -> str:
 
 
 def _blamed(message: str, keys: Sequence[str]) -> str:
-    """Return the first key that an error message names, under its own name or that of the specification's field."""
+    """Return the first key that an error message names, under its own name or that of the field."""
     words = {word.strip("'.,:-").partition("=")[0] for word in message.split()}
     names = {"model": "models", "setting": "settings", "attack": "attacks", "set": "options"}
     by_key = {key: names.get(key, key) for key in keys}

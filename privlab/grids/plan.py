@@ -19,7 +19,7 @@ from torch import nn
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.defenses import defenses as installed_defenses
-from privlab.evaluation import Case, name_of, source_of, subject_of
+from privlab.evaluation import Case, source_of, subject_of
 from privlab.evaluation.case import defense_of
 from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment, name_lpips
@@ -34,7 +34,7 @@ from privlab.victims import Victim, victim
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """An experiment laid out on this machine: a task with all images for each specification and setting of a case.
+    """An experiment laid out on this machine: a task with all images for each case and setting of a row.
 
     `missing` says why a metric cannot be computed here, and `learned` states the file and hash of each metric's trained
     weights. `declared` has what classes that are not installed declare: the defenses that an attack knows, and the
@@ -65,10 +65,11 @@ class Grid:
             for images, name in self.image_lists.items()
         }
         for task in self.tasks:
-            given = None if task.spec.manifest is None else Path(task.spec.manifest).resolve()
+            manifest = task.spec.data.manifest
+            given = None if manifest is None else Path(manifest).resolve()
             replaced = overwrite or (given is not None and given.name != names[task.images])
             if given is not None and given.parent == path.resolve() and replaced:
-                raise PrivlabError(f"'{task.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
+                raise PrivlabError(f"'{manifest}' would give way to this run's own. Copy it out of '{path}'.")
         return {name: to_csv(images) for images, name in names.items()}
 
     def facts(self) -> dict[str, Any]:
@@ -140,8 +141,7 @@ def lay_out(
             for spec in case.runs:
                 subject = subject_of(spec, device, mine)
                 setting = case.setting or spec.settings[0]
-                chosen = (spec.images, spec.limit, spec.every, spec.offset, spec.manifest, spec.split, spec.labels)
-                at = (*chosen, spec.bit_depth, subject.base.model.vit.num_classes)
+                at = (spec.data, subject.base.model.vit.num_classes)
                 if at not in found:
                     source = source_of(spec, [subject.base])
                     found[at] = source, tuple(references(source))
@@ -195,21 +195,23 @@ def own_victim(own: nn.Module | Victim | None, spec: Case, device: torch.device)
     """
     if own is None or isinstance(own, Victim):
         return own and own.to(device)
-    given = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes")}
+    given = spec.victim.options(spec.seed)
+    del given["normalisation"]
     return victim(own, **given).to(device)
 
 
 def _check_attacks(tasks: Sequence[Task]) -> None:
     """Refuse an attack that can run on no case: that is a mistake, while it may well be refused on some cases."""
     everywhere = set.intersection(*(set(task.refused) for task in tasks))
-    named = [name for name in map(name_of, tasks[0].spec.attacks or ()) if name in everywhere]
+    named = [attack.name for attack in tasks[0].spec.adversary.attacks or () if attack.name in everywhere]
     if named:
         raise PrivlabError(f"'{named[0]}' can run on no case: {tasks[0].refused[named[0]]}")
 
 
 def _victim(spec: Case) -> tuple[str, ...]:
     """Return what identifies a victim; cases are sorted by it, so that each victim is loaded once."""
-    return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
+    victim = spec.victim
+    return victim.models[0], victim.weights, str(victim.img_size), str(spec.seed), str(victim.classes)
 
 
 def missing(grid: Grid, path: Path, options: Options) -> list[Task]:
@@ -298,7 +300,7 @@ def _check_label(task: Task, image: NamedImage, label: int) -> None:
     The key of a cell does not name labels, so that an image that is added later leaves the other images as they are.
     """
     own = -1 if image.label is None else image.label
-    if label != own and task.spec.labels != "predicted":
+    if label != own and task.spec.data.labels != "predicted":
         there, now = ("none" if value < 0 else str(value) for value in (label, own))
         raise PrivlabError(
             f"The label of '{image.name}' is {now}, and {there} in the records of this --out. "

@@ -84,7 +84,7 @@ class Releases:
 
     def _candidates(self, spec: Case, base: Victim, candidates: Tensor) -> Iterator[Mapping[str, Tensor]]:
         """Yield what each candidate would release without a defense, for a few of them at a time."""
-        key = (base.weights.sha256, base.name, spec.local_training, id(candidates))
+        key = (base.weights.sha256, base.name, spec.client, id(candidates))
         if key != self._key:
             self._kept, self._key = [], ()
         if self._key:
@@ -105,7 +105,7 @@ class Releases:
 
 def _released(spec: Case, base: Victim, batch: Batch, stack: Stack) -> Mapping[str, Float[Tensor, "b ..."]]:
     """Return what a client releases of each image, by the names of parameters; it draws as it does in a run."""
-    clients = Clients(spec.client_release, stack, spec.seed, spec.draw, base.weights.sha256)
+    clients = Clients(spec.release, stack, spec.seed, spec.draw, base.weights.sha256)
     trial = clients.trial(base.model, batch, spec.settings[0])
     seen = clients.observe(base.model, trial)
     assert isinstance(seen, Observation)

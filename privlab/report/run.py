@@ -18,7 +18,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
 from privlab.base import PrivlabError, first
-from privlab.grids import specification_of
+from privlab.grids import case_of
 from privlab.report import tables
 from privlab.stores import RunDirectory, places_of
 
@@ -42,7 +42,7 @@ class Run:
 
     Args:
         path: the directory.
-        ran: the specification that this process ran, if it did.
+        ran: the case that this process ran, if it did.
         geometry: the layout of the patches whose scores are compared; by default that of the run.
     """
 
@@ -82,7 +82,7 @@ class Run:
     def spec(self) -> "Case":
         """Return what was run."""
         stated = self.results.facts
-        return self.ran or specification_of(stated["specification"], stated["cases"][0]["jobs"][0]["released"])
+        return self.ran or case_of(stated["specification"], stated["cases"][0]["jobs"][0]["released"])
 
     @property
     def warnings(self) -> list[str]:

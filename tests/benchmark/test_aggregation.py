@@ -42,7 +42,7 @@ def asked(of: Card, setting: str) -> Case:
 
 
 def test_the_card_sets_how_many_clients_there_are_and_nothing_else() -> None:
-    plain, mean = (asked(card(), setting).local_training for setting in ("a", "c"))
+    plain, mean = (asked(card(), setting).client for setting in ("a", "c"))
     assert plain is not None
     assert mean is not None
     assert (plain.clients, mean.clients) == (1, 4)
@@ -93,8 +93,8 @@ def test_without_secure_aggregation_a_part_is_one_run() -> None:
 
 def ran(spec: Case, *given: object, **how: object) -> Any:
     """Return what a run would record, and write nothing: a row for each of its photographs."""
-    assert isinstance(spec.images, Data)
-    hashes = [image.sha256 for image in spec.images.without_pixels()]
+    assert isinstance(spec.data.images, Data)
+    hashes = [image.sha256 for image in spec.data.images.without_pixels()]
     rows = {"attack": "client-unrolling", "setting": spec.settings[0], "geometry": "in_place", "draw": 0}
     found = DataFrame(rows | {"image_sha256": hashes, "image": "", "defense": "none", "defense_params": "{}"})
     return type("Outcome", (), {"records": found})

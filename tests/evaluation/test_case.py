@@ -1,15 +1,13 @@
-"""Which defense a specification names, and with which options."""
+"""Which defense a case has by its name, and with which options."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
-import privlab.evaluation.case
-import privlab.evaluation.names
 from privlab.defenses import Jigsaw, Mjp, defenses
-from privlab.evaluation import Case
-from privlab.evaluation.case import part_of
+from privlab.grids import specify
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def test_a_defense_keeps_its_own_defaults_where_the_run_states_none(
     given: dict[str, Any], made: Jigsaw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {**defenses(), OwnJigsaw.name: OwnJigsaw}
-    for module in (privlab.evaluation.names, privlab.evaluation.case):
-        monkeypatch.setattr(module, "defenses", lambda: known)
-    spec = Case(models=("vit_ti_mjp",), settings=("c",), **given)
-    assert part_of(spec.defense, spec) == made
+    for module in ("privlab.evaluation.names", "privlab.grids.specify"):
+        monkeypatch.setattr(sys.modules[module], "defenses", lambda: known)
+    spec = specify(model=("vit_ti_mjp",), setting=("c",), **given)
+    assert spec.defense == (made,)

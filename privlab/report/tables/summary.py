@@ -152,12 +152,12 @@ def origins(facts: Mapping[str, Any], spec: Case) -> list[str]:
         facts: what `run.json` states of a run.
         spec: what was run.
     """
-    chosen = [f"seed {spec.seed}"]
-    chosen += [f"{spec.draws} draws of each image"] if spec.draws > 1 else []
-    chosen += [f"{spec.gradient_batch} images in one gradient"] if spec.gradient_batch > 1 else []
-    chosen += [] if spec.local_training is None else [_client_text(spec.local_training)]
+    chosen = [f"seed {spec.seed}", *([f"{spec.draws} draws of each image"] if spec.draws > 1 else [])]
+    several = spec.released == "gradients" and spec.release.images > 1
+    chosen += [f"{spec.release.images} images in one gradient"] if several else []
+    chosen += [] if spec.client is None else [_client_text(spec.client)]
     chosen += [f"features after block {spec.cut_layer}"] if spec.cut_layer else []
-    chosen += ["FORCED: attacks run where their formulas do not hold"] if spec.force else []
+    chosen += ["FORCED: attacks run where their formulas do not hold"] if spec.adversary.force else []
     lines = []
     for victim in facts["victims"]:
         name, weights = victim["name"], victim["weights"]
