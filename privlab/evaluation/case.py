@@ -244,14 +244,11 @@ class Case:
 
     def _check_release(self) -> None:
         gradients = self._acting_on("gradients")
-        if self.features_released:
-            if self.victim.block == "april":
-                raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
-            if gradients:
-                raise PrivlabError(
-                    f"Defense '{gradients[0]}' acts on gradients. Found features released: leave it out."
-                )
-        elif self._acting_on("features"):
+        if self.features_released and self.victim.block == "april":
+            raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
+        if self.features_released and gradients:
+            raise PrivlabError(f"Defense '{gradients[0]}' acts on gradients. Found features released: leave it out.")
+        if not self.features_released and self._acting_on("features"):
             right = ". Found --release gradients: use features."
             if self.client is not None:
                 right = (

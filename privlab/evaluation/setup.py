@@ -13,7 +13,6 @@ from torch import Tensor
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation.applicable import AttackGroup, applicable
 from privlab.evaluation.case import Case, defense_of
-from privlab.evaluation.records import Rows
 from privlab.images import Data, Preprocessing, open_images, problem_of_label
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
@@ -33,10 +32,6 @@ class Subject:
     groups: tuple[AttackGroup, ...]
     refused: Mapping[str, str]
     public: Mapping[str, Tensor]
-
-    def rows(self, spec: Case) -> Rows:
-        """Return what the rows of a case state."""
-        return Rows(spec, self.base, tuple(self.public))
 
 
 def victim_of(spec: Case, device: torch.device) -> Victim:

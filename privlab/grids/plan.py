@@ -19,7 +19,7 @@ from torch import nn
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.defenses import defenses as installed_defenses
-from privlab.evaluation import Case, source_of, subject_of
+from privlab.evaluation import Case, Rows, source_of, subject_of
 from privlab.evaluation.case import defense_of
 from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment, name_lpips
@@ -168,7 +168,7 @@ def lay_out(
                     spec,
                     (setting,),
                     found[at][1],
-                    subject.rows(spec).cells(setting, subject.groups),
+                    Rows(spec, subject.base, tuple(subject.public)).cells(setting, subject.groups),
                     tuple(name for name in spec.metrics if name not in lacking),
                     subject.refused,
                     first=spec is case.runs[0],

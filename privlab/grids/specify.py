@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, configure, options_of, read_options, unknown_name
@@ -14,8 +14,6 @@ from privlab.images import Data
 from privlab.reassembly import REASSEMBLIES, Borders
 from privlab.release import AnyDefense
 from privlab.threat import Capability, Client, Features, Gradient, Release, Update, acts_on
-
-D = TypeVar("D", bound=AnyDefense)
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -170,7 +168,7 @@ def _check_options(words: Words, adversary: Adversary, parts: Sequence[Part], re
 def _defenses(words: Words, parts: Sequence[str | AnyDefense]) -> tuple[AnyDefense, ...] | Automatic:
     """Return the stacked defenses with their options; γ and `masked_pe` are those of the run where it states them."""
 
-    def made(kind: type[D]) -> D:
+    def made(kind: type[Any]) -> Any:  # noqa: ANN401
         stated = {"gamma": words.gamma, "masked_pe": words.masked_pe}
         given = {f.name: stated[f.name] for f in fields(kind) if stated.get(f.name) is not None}
         return configure(kind, words.options, given)

@@ -163,13 +163,9 @@ def _read_update(before: Path, after: Path, spec: Case, device: torch.device) ->
     spec = _fed_whole(spec)
     filtered = spec.defense_name not in ("auto", "none")  # of other defenses, updates are refused
     files = (str(before), str(after))
-    spec = replace(
-        spec,
-        settings=("c" if filtered else "a",),
-        victim=replace(spec.victim, weights=files[0]),
-        data=replace(spec.data, images=files),
-        words=replace(spec.words, release="update"),
-    )
+    victim, data = replace(spec.victim, weights=files[0]), replace(spec.data, images=files)
+    words = replace(spec.words, release="update")
+    spec = replace(spec, settings=("c" if filtered else "a",), victim=victim, data=data, words=words)
     base = audited_victim(spec, device)
     client = spec.client
     assert client is not None

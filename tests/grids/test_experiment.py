@@ -93,7 +93,7 @@ def test_texts_and_lists_of_texts(parse: Callable[..., Experiment]) -> None:
 
 def test_options_of_attacks_and_defenses(parse: Callable[..., Experiment]) -> None:
     run = parse(SHORT + 'setting = "c"\ndefense = "blur"\nset = ["sigma=2"]').cases[0].runs[0]
-    assert run.defense == (Blur(sigma=2),)
+    assert run.defense == (Blur(sigma=2.0),)
 
 
 def test_columns_are_measured_unless_metrics_are_named(parse: Callable[..., Experiment]) -> None:
