@@ -153,10 +153,11 @@ def test_a_run_gives_its_records_table_verdict_and_images(run: privlab.Run, phot
     assert run.plot("distribution").axes
     saved = run.save(tmp_path / "saved")
     pd.testing.assert_frame_equal(privlab.load(saved.path).records, run.records)
-    with pytest.raises(PrivlabError, match="holds"):
+    with pytest.raises(PrivlabError, match="not empty"):
         run.save(tmp_path / "saved")
-    with pytest.raises(PrivlabError):
-        privlab.load(tmp_path)
+    for foreign in (tmp_path, tmp_path / "table.tex", tmp_path / "nowhere"):
+        with pytest.raises(PrivlabError, match="not the directory of a run"):
+            privlab.load(foreign)
 
 
 def test_images_from_anywhere_are_the_same_images(photos: Tensor) -> None:

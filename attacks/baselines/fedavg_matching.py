@@ -18,7 +18,7 @@ from privlab.threat import Capability, Observation
 from privlab.victims import hash_of
 
 _OTHER_LABEL = 1e6
-"""Squared distance, as if all pixels were wrong many times over, that keeps images of other labels apart."""
+"""Squared distance, as if all pixels were wrong many times over, that separates images of other labels."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FedavgMatching(Checked):
     Algorithm:
 
     1. Labels are inferred from the update of the head (`labels_of_round`).
-    2. Each pass over the data has candidates of its own, because each is in an order of its own. They go through all
+    2. Each pass over the data has its own candidates, because each has its own order. They go through all
        steps of SGD as the public settings say (`Round`), and 1 − cos(update, released update) is minimised by them,
        plus `tv` times their total variation, plus `invariance` times how far the passes disagree on what no order
        changes: the mean and the maximum of each pixel over the images (`agree`).
@@ -90,7 +90,7 @@ class FedavgMatching(Checked):
 
         Raises:
             PrivlabError: if there is no update of a client, it does not train by SGD or draws dropout, its labels
-                cannot be told, or all its images would start alike.
+                is not known, or all its images would start equal.
         """
         simulation = Simulation.of(seen, self.tv, self.invariance)
         if self.start == "grey" and simulation.round.client.images > 1:
@@ -138,7 +138,7 @@ class Simulation:
             invariance: weight of the disagreement of passes.
 
         Raises:
-            PrivlabError: if there is no client, its round cannot be run again, or labels cannot be told.
+            PrivlabError: if there is no client, its round cannot be run again, or labels are not known.
         """
         client, model = seen.client, seen.model
         if client is None:

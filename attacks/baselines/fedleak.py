@@ -18,7 +18,7 @@ from privlab.threat import Observation
 
 @dataclass(frozen=True)
 class FedLeak(GradientMatching):
-    """Minimise 1 − cos(∇ℓ(x), G) over the largest entries of each layer of G, plus a multiple of its own slope's norm.
+    """Minimise 1 − cos(∇ℓ(x), G) over the largest entries of each layer of G, plus a multiple of the norm of its slope.
 
     Idea: The update of a round is taken for a gradient. The attack looks for images whose gradient has the direction of
     the update in its largest entries alone. It prefers points around which the distance hardly changes.

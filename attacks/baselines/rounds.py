@@ -77,7 +77,7 @@ def labels_of_round(model: VictimModel, update: Update, client: Client) -> list[
 class Round:
     """The round that a client makes of images, differentiable by them: (images, labels) ↦ −(θ_T − θ_0) less decay.
 
-    Each pass over the data has images of its own, e × m; a last pass may be cut short. Batches are taken in the order
+    Each pass over the data has its own images, e × m; a last pass may be cut short. Batches are taken in the order
     of the images. Rounding to other number formats is left out.
 
     Args:
@@ -107,7 +107,7 @@ class Round:
 
     @property
     def passes(self) -> int:
-        """Return how many passes have images of their own: one, where no order tells passes apart."""
+        """Return how many passes have their own images: one, where no order distinguishes passes."""
         client = self.client
         if not client.shuffle or client.steps_per_epoch == 1:
             return 1

@@ -27,7 +27,7 @@ from privlab.victims import VictimModel
 Scalar: TypeAlias = bool | int | float | str | None
 
 _FIXED = frozenset({"type", "attack_type", "label_strategy", "text_strategy", "token_recovery", "update_augmentations"})
-"""Keys that are no options: the kind of attack, the guess of labels (which are given), and those for text alone."""
+"""Keys that are not options: the kind of attack, the guess of labels (which are given), and those for text alone."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Breaching:
 
     Args:
         config: changes to its configuration: dotted keys and values. `--set KEY=VALUE` sets it.
-        seed: seed of torch's generator, set anew for each image.
+        seed: seed of torch's generator, set again for each image.
     """
 
     name: ClassVar[str]
@@ -72,7 +72,7 @@ class Breaching:
         """Reconstruct the images that the clients fed.
 
         Raises:
-            PrivlabError: if the label cannot be told, or breaching fails.
+            PrivlabError: if the label is not known, or breaching fails.
         """
         r, B = len(next(iter(seen.gradients.values()))), seen.images_per_release
         data = [self.solve(seen.model, {name: g[i] for name, g in seen.gradients.items()}, B)[0] for i in range(r)]
@@ -87,10 +87,10 @@ class Breaching:
         Args:
             model: the victim, of which breaching attacks a copy.
             gradients: ∂ℓ/∂θ of the release by timm's parameter name, each in the shape of its parameter.
-            batch_size: number of images whose mean loss the gradient is of, ≥ 1.
+            batch_size: number of images behind one gradient, that of their mean loss, ≥ 1.
 
         Raises:
-            PrivlabError: if the label cannot be told, or breaching fails.
+            PrivlabError: if the label is not known, or breaching fails.
         """
         try:
             device = model.mean.device
@@ -182,7 +182,7 @@ def contain_breaching() -> Iterator[None]:
 
 @contextmanager
 def _restore_hydra() -> Iterator[None]:
-    """Give breaching a Hydra state of its own, and restore that of the caller afterwards."""
+    """Give breaching a separate Hydra state, and restore that of the caller afterwards."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
     from hydra.version import VersionBase

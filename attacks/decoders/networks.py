@@ -1,7 +1,7 @@
 """Networks that turn released features back into images: what the learned model-inversion attacks train.
 
 Each reads the b × t × d features of a batch and returns the images that they came from. `mae` and `conv` take row i for
-slot i, as in the paper's attack; `set` treats the rows as a set without an order; `token` decodes each row by itself
+slot i, as in the paper's attack; `set` treats the rows as a set without an order; `token` decodes each row separately
 and predicts its slot.
 """
 
@@ -69,7 +69,7 @@ class OwnRelease(NamedTuple):
 class Whitening(nn.Module):
     """z ↦ C^(−½) (z − μ), fixed before the training.
 
-    The directions that tell patches and slots apart have little variance in z.
+    The directions that distinguish patches and slots have little variance in z.
     """
 
     mean: Tensor
@@ -201,7 +201,7 @@ class SetDecoder(Decoder):
 
 
 class TokenDecoder(Decoder):
-    """`token`: each row is decoded to a patch by itself, and its slot is predicted; an assignment keeps slots unique.
+    """`token`: each row is decoded to a patch separately, and its slot is predicted; an assignment keeps slots unique.
 
     A linear map predicts the slot of a whitened row. It is trained on the adversary's own releases: it is the linear
     discriminant of the slots, so the position embeddings need not be known.

@@ -1,6 +1,6 @@
 """Learned model inversion: a network is trained on what the adversary's own images become under the defense.
 
-The adversary knows the defense's algorithm and runs the client's embedding on images of its own (queries). Keys and
+The adversary knows the defense's algorithm and runs the client's embedding on public images (queries). Keys and
 draws of its releases are its own, and new in every batch: whatever the network learns holds for keys that it never saw.
 """
 

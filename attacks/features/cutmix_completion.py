@@ -27,10 +27,10 @@ LEAST = -8.0
 """The least that one pixel may say against two images being the same there: the model of errors has no long tails."""
 
 TOLERANCES = (0.0, 0.3, 1.0, 3.0, -LEAST)
-"""The most that one pixel may say against it in the first rounds of a start; starts take these by turns."""
+"""The most that one pixel may say against it in the first rounds of a start; starts take these in turn."""
 
 ROUNDS = 3
-"""How often, at most, every rectangle is chosen anew with the tolerance of a start, and then without one."""
+"""How often, at most, every rectangle is chosen again with the tolerance of a start, and then without one."""
 
 _Rectangle = tuple[int, int] | None
 """The other image and the number of the rectangle that it covers; None if nothing of another image is seen."""
@@ -232,7 +232,7 @@ class _Search:
         return (gain, (j, box)) if gain > 0 else (0.0, None)
 
     def origins(self, found: Sequence[_Rectangle]) -> Int[Tensor, "b h w"]:
-        """Return which image each pixel is of under these rectangles."""
+        """Return the image that each pixel comes from under these rectangles."""
         b, _, h, w = self.same.shape
         origin = torch.arange(b, device=self.same.device)[:, None, None].repeat(1, h, w)
         for i, each in enumerate(found):

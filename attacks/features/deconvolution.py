@@ -21,7 +21,7 @@ SWING = 0.1
 """How far a pixel is from mid-grey when the filter is measured: far enough from 0 and 1 that nothing is clipped."""
 
 LINEAR = 1e-6
-"""The largest difference of an image by which a filter counts as linear, alike for all channels, and without draws."""
+"""The largest difference of an image by which a filter counts as linear, equal for all channels, and without draws."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class _Inversion(Trained[Decoder]):
     """Train a decoder on pairs of a public image and what the client sends of it; apply it to what was sent.
 
     The adversary runs the client's part of the model, whatever the cut layer, and the defense, whose algorithm it
-    knows, on its own images, with keys and draws of its own that are new in every batch. The attack reads no weight of
+    knows, on its own images, with its own keys and draws, which are new in every batch. The attack reads no weight of
     the victim. A decoder is trained once for each victim, cut layer, defense and set of public images, and cached.
 
     Exact if: no condition is known: it is a trained decoder without a guarantee.

@@ -20,7 +20,7 @@ from privlab.release import effects_of
 from privlab.threat import Capability, FeatureAttack, FeatureObservation, Reconstruction
 
 STARTS = (MapInversion(), MapInversion(rounds=0))
-"""What the network reads: the likeliest image, which it corrects, and the estimate of each patch by itself."""
+"""What the network reads: the likeliest image, which it corrects, and the separate estimate of each patch."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class MapUNet(PairTrained["UNet"]):
 FORMAT = "privlab-correction/1"
 
 PUBLIC_OF_STARTS = 64
-"""Public images that the attacks to be corrected get for a prior of their own; more cost time in each release alone."""
+"""Public images that the attacks to be corrected get for their prior; more cost time in each release alone."""
 
 IN_PLACE = 32
 """Images of an own release whose rows stay in place: there the size of the client's batch makes no difference."""

@@ -1,4 +1,4 @@
-"""`row-alignment`: rows permuted anew for each image are aligned with one another, without the client's embeddings."""
+"""`row-alignment`: rows with a permutation for each image are aligned with one another, without the embeddings."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -120,7 +120,7 @@ class RowAlignment(Checked):
         public: Float[Tensor, "n d"] | None,
         drift: float,
     ) -> Int[Tensor, " n"]:
-        """Return which of the aligned rows stands in which slot, by the borders and the public embeddings."""
+        """Return which of the aligned rows belongs in which slot, by the borders and the public embeddings."""
         model, noise, u = seen.model, effects(seen).noise_std, Z.mean(0)
         patches, floor = invert(model, Z - u + law[0], seen.public, noise)
         costs = summed_costs(pixels(model, patches), floor)

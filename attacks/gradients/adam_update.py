@@ -61,7 +61,7 @@ class AdamUpdate(Checked):
     Steps: undo decay, read signs, invert ε → solve Aᵀ X = G, weighed → search image and gradient by signs
 
     Algorithm: A fresh state of Adam moves a weight by η g / (|g| + ε) in its first step. So the update has the sign of
-    each g, and the magnitude of those that ε is no rounding error to (`shown_by_adam`); of the others a lower bound.
+    each g, and the magnitude of those that are not large compared with ε (`shown_by_adam`); of others a lower bound.
 
     1. X is the least-squares solution of (∂ℓ/∂E_pos)ᵀ X = ∂ℓ/∂W that takes unknown magnitudes for their expected ones.
     2. Where less than a third of ∂ℓ/∂W is known, X and Δ = ∂ℓ/∂z_L are searched for, which give the gradients of all

@@ -82,5 +82,5 @@ class April:
 
 @lru_cache(maxsize=4)
 def _projection_inverse(weight: Float[Tensor, "d c p p"], _version: int, rtol: float) -> Float[Tensor, "k d"]:
-    """Return W⁺; it is cached, because all batches meet the same weights. `_version` tells if they changed in place."""
+    """Return W⁺; it is cached, because all batches meet the same weights. `_version` shows if they changed in place."""
     return ridge_inverse(weight.flatten(1), rtol).to(weight.dtype)

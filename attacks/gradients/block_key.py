@@ -275,7 +275,7 @@ def _refined(near: Float[Tensor, "n n"], wanted: Float[Tensor, "n n"], order: In
 def _carried(
     C: Float[Tensor, "k k"], groups: list[Int[Tensor, " n"]], first: int, laid: Int[Tensor, " n"]
 ) -> list[Int[Tensor, " n"]]:
-    """Return the values of each channel by pixel: the values of another one vary as the pixel that they stand at."""
+    """Return the values of each channel by pixel: the values of another one vary as the pixel at their place."""
     own = _standard(C[laid][:, laid])
     return [
         laid if i == first else group[least_cost(-(own @ _standard(C[group][:, laid]).mT))[1]]

@@ -132,7 +132,7 @@ class GradientMatching(Checked):
             PrivlabError: if labels cannot be inferred, the start is not granted, or the objective is not finite there.
 
         Warns:
-            PrivlabWarning: if masked slots cannot be told, or the state cannot be kept.
+            PrivlabWarning: if masked slots are not known, or the state cannot be kept.
         """
         match = self._match(seen)
         points = torch.cat([self._points(match, seen, number) for number in range(self.restarts)])
@@ -174,7 +174,7 @@ class GradientMatching(Checked):
         """Return the name of the start; a closed form must be granted.
 
         Raises:
-            PrivlabError: if it is not granted, or if all images of one gradient would start alike.
+            PrivlabError: if it is not granted, or if all images of one gradient would start equal.
         """
         if self.start == "grey" and match.B > 1:
             raise PrivlabError(f"start=grey cannot separate the {match.B} images of one gradient. Use noise.")
@@ -226,7 +226,7 @@ class Match:
             labels: those of all images; None reads them from the gradient of the head's bias.
 
         Raises:
-            PrivlabError: if the labels cannot be told.
+            PrivlabError: if the labels are not known.
         """
         G, B = {name: seen.gradients[name] for name in sorted(seen.gradients)}, seen.images_per_release
         names = released_parameters(seen.model)
@@ -339,7 +339,7 @@ def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) ->
 
 
 def _masked_slots(seen: Observation) -> Bool[Tensor, "rB n"] | None:
-    """Return the slots of all images that carry no position embedding of their own; None if there are none.
+    """Return the slots of all images whose position embedding is shared; None if there are none.
 
     Warns:
         PrivlabWarning: if E_unk is used in some slots, but the gradient does not tell in which.

@@ -1,4 +1,4 @@
-"""`head-inversion`: images that have the features which the head read, as the head's own gradient tells them."""
+"""`head-inversion`: images with the features that the head read, which follow from its gradient."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _WEIGHT, _BIAS = "head.weight", "head.bias"
 class HeadInversion(Checked):
     """Read the features f of each image from the head, and search for images x that have them.
 
-    Idea: The gradient of the classifier is an outer product, so it gives away the label of an image and the features
+    Idea: The gradient of the classifier is an outer product, so it reveals the label of an image and the features
     that the classifier read. The attack reads both, and searches for an image with these features. The features are
     exact, and the image is a guess, since many images share them.
 
@@ -40,7 +40,7 @@ class HeadInversion(Checked):
     Exact if: the gradient is that of one image, after one step or where the head alone trains, or of a batch whose
     images the head's gradient separates: the features are then exact. The search for an image has no guarantee.
 
-    Fails if: the image itself is wanted: many images have these features, and the one that it finds is no nearer to the
+    Fails if: the image itself is wanted: many images have these features, and what it finds is not nearer to the
     photograph than one colour.
 
     Cost: 11 s an image (ViT-Ti, 160 pixels, 300 steps, one core).
@@ -57,7 +57,7 @@ class HeadInversion(Checked):
     """
 
     name: ClassVar[str] = "head-inversion"
-    paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), of the features that the head's gradient gives away"
+    paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), of the features that the head's gradient reveals"
     order: ClassVar[int] = 210
     short: ClassVar[Mapping[str, Any]] = {"steps": 1}
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.CLASS_LABELS})
@@ -75,15 +75,15 @@ class HeadInversion(Checked):
         """Reconstruct the images that the clients fed.
 
         Raises:
-            PrivlabError: for the update of several images in several steps, or a head that is no linear layer.
+            PrivlabError: for the update of several images in several steps, or a head that is not a linear layer.
 
         Warns:
-            PrivlabWarning: if some images of a gradient cannot be told apart.
+            PrivlabWarning: if some images of a gradient cannot be separated.
         """
         f, known = self._features(seen)
         if not bool(known.all()):
             warn(
-                f"{self.name}: the head's gradient tells {int(known.sum())} of {len(known)} images apart. The others "
+                f"{self.name}: the head's gradient separates {int(known.sum())} of {len(known)} images. The others "
                 "stay grey, which is no evidence of privacy.",
                 2,
             )

@@ -42,7 +42,7 @@ from privlab.victims import PreNormBlock, VictimModel, first_block
 _STEPS = 120  # steps of conjugate gradients for the patches whose token was not found
 
 _ON_CPU, _ON_GPU = 1, 32
-"""The most images that are searched at once. A CPU is no faster for several, so it searches one on each core."""
+"""The most images that are searched at once. A CPU is not faster for several, so it searches one on each core."""
 
 
 @dataclass(frozen=True)

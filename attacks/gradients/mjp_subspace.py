@@ -33,7 +33,7 @@ _PROJECTION = "patch_embed.proj.weight"
 class Subspace(NamedTuple):
     """What one gradient under MJP says of the normalised patches, exactly.
 
-    `masked` marks the slots without a gradient of their own. The rows of `Y`, zero beyond their number, are an
+    `masked` marks the slots without a separate gradient. The rows of `Y`, zero beyond their number, are an
     orthonormal basis of the span of their patches; `known` holds the other patches without their component in Y.
     """
 
@@ -68,7 +68,7 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
 def without_moved(
     A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], tolerance: float = 0.2
 ) -> Float[Tensor, "b n d"]:
-    """Return A with zeros in the rows of slots that steps with masks of their own filled with different patches.
+    """Return A with zeros in the rows of slots that steps with different masks filled with different patches.
 
     Of T steps A_j = Σ_t g_tj over the steps in which slot j kept its position embedding, and thus its patch, and G =
     Bᵀ X with B_j the sum over all steps of the gradients of the slots where patch j was. A_j = B_j for patches that
@@ -99,7 +99,7 @@ def _of_update(seen: Observation) -> tuple[Float[Tensor, "b n d"], Float[Tensor,
 class MjpSubspace(Checked):
     """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; a prior completes that.
 
-    Idea: MJP hides the gradients of the masked slots, so their patches have no equation of their own. The rest of the
+    Idea: MJP hides the gradients of the masked slots, so their patches have no separate equation. The rest of the
     gradient still gives the span in which the masked patches lie, and every other patch but for its part in that span.
     A prior learned from public photographs completes that part.
 
@@ -110,7 +110,7 @@ class MjpSubspace(Checked):
     masked slots then take the smoothest patches within Y: each masked patch lies in Y. Without a mask this is
     `patch-gradient`.
 
-    Of an update of several steps of SGD on one image, each with a mask of its own, the slots count as masked whose
+    Of an update of several steps of SGD on one image, each with its own mask, the slots count as masked whose
     patches were moved while the loss was large (`without_moved`).
 
     Exact if: N < D: the unmasked patches are then exact except for their part in the span of the masked ones.

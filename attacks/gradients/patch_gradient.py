@@ -59,7 +59,7 @@ class PatchGradient:
         """Return the condition N < D with its numbers if it does not hold, or what makes an update no gradient."""
         client, found = seen.client, [too_many(seen)]
         if client is not None and client.optimiser != "sgd":
-            found.append(f"{client.optimiser} scales each entry by itself")
+            found.append(f"{client.optimiser} scales each entry separately")
         if client is not None and client.weight_decay:
             found.append(f"weight decay {client.weight_decay:g} in the update")
         return " and ".join(filter(None, found)) or None

@@ -64,7 +64,7 @@ class PatchUpdate(Checked):
 
     1. The entries are weighed by the rounding of the weights that they were subtracted from.
     2. Pixels have grey levels: of the solutions near that one, one of eight bits is tried too (`patches_of_levels`).
-    3. Rounding is no chance: the client is trained again on both, with the label that the head's bias gives away. The
+    3. Rounding is deterministic: the client is trained again on both, with the label that the head's bias reveals. The
        nearer that update is to the release, the better; if it is the release bit for bit, it is that of the image. Else
        the client is trained in float64 too, the difference is its rounding, and is subtracted from the release for
        another round. Rounding of steps that are about as large as an ulp cannot be foreseen, so that a round may make

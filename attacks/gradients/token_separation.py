@@ -107,9 +107,9 @@ class TokenSeparation(TokenSearch):
     def beyond(self, seen: Observation) -> str | None:
         """Return the conditions on B images, N patches, p prefix tokens, K and D that do not hold, with their numbers.
 
-        Tokens are told apart for B (N + p) < D. The unknowns of a token are then the m coordinates of its patch, m =
+        Tokens can be separated for B (N + p) < D. The unknowns of a token are then the m coordinates of its patch, m =
         B N or, if the patch embedding is frozen, K, and the B (N + p) of what attention mixed. Its equations are D of
-        its own and, if position embeddings tell slots apart, D − B (N + p) of what attention read.
+        its own and, if position embeddings distinguish slots, D − B (N + p) of what attention read.
         """
         seen = _without_lost(seen)
         model, B = seen.model, seen.images_per_release
@@ -145,7 +145,7 @@ class TokenSeparation(TokenSearch):
         if B > 1 and _is_underdetermined(seen):
             raise PrivlabError(
                 f"{self.name}: {B} images in one gradient, and a frozen patch embedding that leaves some of a patch "
-                "open. Only one image in each can be told then."
+                "open. Only one image in each can be found then."
             )
         if block.reads_places and (B > 1 or _is_underdetermined(seen)):
             what = f"{B} images in one gradient" if B > 1 else "a frozen patch embedding that leaves some of it open"
@@ -185,7 +185,7 @@ class TokenSeparation(TokenSearch):
         return complete_image(seen.model, X, known, seen.photographs, frozen=_is_underdetermined(seen))
 
     def _hidden(self, seen: Observation) -> Bool[Tensor, "r n"]:
-        """Return the slots that nothing tells apart: all without position embeddings, under MJP the masked ones.
+        """Return the slots that nothing distinguishes: all without position embeddings, under MJP the masked ones.
 
         Warns:
             PrivlabWarning: if some are masked, and the gradient does not tell which.

@@ -22,7 +22,7 @@ from privlab.victims import VictimModel
 class LearningToInvert(PairTrained["GradientDecoder"]):
     """Train a decoder on pairs of a public image and what it releases under the defense; apply it to the release.
 
-    Idea: The adversary takes the step of a client on images of its own, and applies the defense to the gradients with
+    Idea: The adversary takes the step of a client on public images, and applies the defense to the gradients with
     draws of its own. On these pairs it trains a decoder from a release back to its image. The decoder learns what the
     defense leaves, whatever the defense is.
 

@@ -118,9 +118,9 @@ class QkvCompletion(Checked):
         """Return orthonormal rows T that span those of a matrix δ T, which has the exact entries of G.
 
         Minimise Σ (G − δ T)² over the exact entries. δ is eliminated: given T, each row of it is a least-squares
-        solution of its own (variable projection). Levenberg-Marquardt steps on T are left, each solved by conjugate
+        separate solution (variable projection). Levenberg-Marquardt steps on T are left, each solved by conjugate
         gradients with the preconditioner δᵀ δ ⊗ I. Singular values of gradients fall off by six orders of magnitude,
-        and what stands in the place of a missing entry hides the small ones. So the rank is raised by and by: at each
+        and what replaces a missing entry hides the small ones. So the rank is raised by and by: at each
         rank the matrix found fills the missing entries, and its leading right singular vectors are the next start.
 
         Each row of G is divided by the root mean square of its exact entries first, which does not change T.

@@ -19,7 +19,7 @@ WHITE_BOX = frozenset(
         Capability.EMBEDDED_ROWS,
     }
 )
-"""What an attack needs that undoes a defense on embedded rows by the public weights and images of its own."""
+"""What an attack needs that undoes a defense on embedded rows by the public weights and images."""
 
 MOST_IMAGES = 16  # the most images from which the law of patches is estimated; three images place rows as well
 

@@ -1,4 +1,4 @@
-"""What Adam's share of a full step tells: signs, the magnitude of small entries, and two matrices of such a product."""
+"""What Adam's share of a full step shows: signs, the magnitude of small entries, and two matrices of such a product."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ _CERTAIN = 3.0
 class Shown(NamedTuple):
     """What is shown of a gradient: where `known`, its `value` up to a `deviation`; else `sign` and `least` magnitude.
 
-    An entry that is not known has its least magnitude as its value, which may be 0: its sign is told all the same.
+    An entry that is not known has its least magnitude as its value, which may be 0: its sign is known all the same.
     `eps` is Adam's ε, in units of the gradient.
     """
 
@@ -44,7 +44,7 @@ class Shown(NamedTuple):
 
 
 def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], eps: float) -> Shown:
-    """Return what u = g / (|g| + ε) tells of g: |g| = ε |u| / (1 − |u|), and sgn g = sgn u.
+    """Return what u = g / (|g| + ε) shows of g: |g| = ε |u| / (1 − |u|), and sgn g = sgn u.
 
     An error σ in u is one of ε σ / (1 − |u|)² in |g|. Where u is within three σ of a full step, |g| has no upper bound.
 
@@ -92,7 +92,7 @@ def shown_by_round(
         if bool((over > 0).any()):
             raise PrivlabError(
                 "adam-update needs an optimiser that begins the round with a fresh state. Found a weight that moved by "
-                f"{float(M.abs().max()):.3g}, and a fresh state moves it by {most:.3g} at most: the decay is no "
+                f"{float(M.abs().max()):.3g}, and a fresh state moves it by {most:.3g} at most: the decay is not "
                 f"client.weight_decay={client.weight_decay:g}, the state was carried, or client.lr is another one."
             )
     spread = 0.0
@@ -115,7 +115,7 @@ def largest_step(client: Client) -> float:
     a_ti and b_ti are the shares of step i's gradient in the first moment of step t and of its square in the second, so
     that this is Cauchy and Schwarz's bound of |m_t| / √v_t. It is η for one step.
 
-    Source: Adam (Kingma and Ba, ICLR 2015), Algorithm 1; AdamW moves alike.
+    Source: Adam (Kingma and Ba, ICLR 2015), Algorithm 1; AdamW moves the same way.
     """
     return sum(
         rate * math.sqrt(sum(a * a / b if b else math.inf for a, b in shares if a))
@@ -226,7 +226,7 @@ def misfit(
     Args:
         of: what is shown.
         at: the gradient to compare.
-        known: the error that known values are allowed beside their own.
+        known: the error that known values are allowed besides their own.
         unknown: the error that signs and bounds are allowed.
     """
     exact = (at - of.value) / (of.deviation.square() + known.square()).sqrt()

@@ -86,7 +86,7 @@ class Adam(Optimiser):
 
 @dataclass(frozen=True)
 class Lbfgs(Optimiser):
-    """L-BFGS (Liu & Nocedal 1989) for each problem by itself, with backtracking: no step goes up.
+    """L-BFGS (Liu & Nocedal 1989) for each problem separately, with backtracking: no step goes up.
 
     A problem of which no step goes down forgets its curvature, and steps along the slope; if that does not go down
     either, it stays where it is.
@@ -201,7 +201,7 @@ def descend(
     """Return the best points that `steps` steps find, and their values; resume from the kept state, if there is one.
 
     The state is saved under `PRIVLAB_CACHE` or in the user's cache at intervals of `_SAVE_EVERY` seconds, and when the
-    search is interrupted; it is removed when the search ends. Whoever is `listening` is told of each step.
+    search is interrupted; it is removed when the search ends. `listening` is called with each step.
 
     Args:
         optimiser: the method of descent.

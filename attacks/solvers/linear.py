@@ -45,7 +45,7 @@ def conjugate_gradients(
     A direction without curvature is not taken: it is one of rounding, where nothing of the target is left.
 
     Args:
-        product: a linear, symmetric, positive semidefinite map, which acts on each of the batch by itself.
+        product: a linear, symmetric, positive semidefinite map, which acts on each of the batch separately.
         target: the right-hand sides.
         steps: number of steps, all of which are taken.
         precondition: an approximate inverse of `product`, symmetric and positive.
@@ -93,7 +93,7 @@ def levenberg_marquardt(
     normal: Callable[..., tuple[Tensor, Tensor]] = lambda _, r, J: (J.mT @ J, (r[:, None] @ J)[:, 0]),
     over: Callable[[Tensor, Tensor], bool] = lambda cost, tried: False,
 ) -> tuple[Tensor, ...]:
-    """Return where each start leads by itself, and what `at` returns there; a step that lowers no cost is not taken.
+    """Return where each start leads alone, and what `at` returns there; a step that lowers no cost is not taken.
 
     Args:
         x: the starts.

@@ -186,7 +186,7 @@ class Windows:
     ) -> Float[Tensor, "b n k"]:
         """Return the change C Y of the rows that minimises the weighted energy.
 
-        The preconditioner is the inverse of a patch's energy by itself, `own`, over the mean weight of its windows.
+        The preconditioner is the inverse of a patch's energy alone, `own`, over the mean weight of its windows.
         """
         patch = round((X.shape[2] / self.shape[0]) ** 0.5)
         _, height, width = self.shape
@@ -229,8 +229,8 @@ def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Wi
     - `quadratic`: φ(q) = q / 2 of the differences of adjacent pixels, q = δᵀ Γ⁻¹ δ, Γ their colour covariance;
     - `sparse`: φ(q) = √(ε² + q) of them: total variation, across and down, of colours together;
     - `covariance`: φ(q) = q / 2 of 3×3 windows without their mean colour, q = xᵀ Σ⁻¹ x: a Gaussian model;
-    - `cauchy`: φ(q) = 2 log(1 + q) of each of the three cosines in 2×2 windows that are no mean, over colours, with
-      Σ of greatest likelihood: Cauchy's distribution has one scale for flat areas and edges alike.
+    - `cauchy`: φ(q) = 2 log(1 + q) of each of the three cosines in 2×2 windows other than the mean, over colours, with
+      Σ of greatest likelihood: Cauchy's distribution has one scale for both flat areas and edges.
 
     Args:
         model: the victim, whose normalisation and image shape count.

@@ -41,7 +41,7 @@ def fit_decay(
 
     With u = −(θ_T − θ_0), decay l = 1 − c and the projection's weights W₀, (u_e − l E)ᵀ X = u_W − l W₀ holds at the
     true l alone. Its residual over X is least there, and Gauss-Newton steps on l find it. They start where the decay
-    shows by itself: a key's bias adds one number to all logits of a query, so softmax gives it no gradient, and decay
+    shows alone: a key's bias adds one number to all logits of a query, so softmax gives it no gradient, and decay
     alone moves it; the rows of the head's gradient add up to zero under softmax, so decay alone moves their sum.
 
     Args:

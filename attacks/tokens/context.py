@@ -144,7 +144,7 @@ def complete_tokens(
     A missing token is a function of the coordinates c of its own z = base + Q c, as long as the other patches are
     nearly known: attention's keys and values are theirs. The Levenberg-Marquardt method finds c such that u lies in the
     span of the tokens, and h in that of the hidden units, both without what the found tokens account for. It starts
-    from the patches around the slot and from those of photographs. Its result is refined as a token by itself
+    from the patches around the slot and from those of photographs. Its result is refined as a separate token
     (`settle`), and taken if its residual is below the tolerance.
 
     Args:

@@ -132,7 +132,7 @@ class _Fit:
 
     @property
     def of_patch(self) -> Bool[Tensor, " f"]:
-        """Return which tokens are of patches."""
+        """Return which tokens belong to patches."""
         return self.places >= len(self.prefix)
 
     def factor(self, room: float) -> Float[Tensor, "f d d"]:

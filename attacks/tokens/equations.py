@@ -24,7 +24,7 @@ _SLOT_COSINE = 0.99
 """Least cosine, beyond Q, of a token with its own slot for a guess to count: a wrong token would hide others."""
 
 _OUTLIER_FACTOR = 100
-"""A result of a guess is no token if its residual is more than this many times the median, whatever is allowed."""
+"""A result of a guess is not a token if its residual is more than this many times the median, whatever is allowed."""
 
 _SAME_COSINE = 1 - 1e-6  # the cosine from which the results of two guesses are the same token
 
@@ -87,7 +87,7 @@ def separate(
         most: the largest number of tokens that is searched for in a release, as not all products need be of this MLP;
             None for all.
 
-    Source: ours; the sums are the chain rule, batch and tokens alike.
+    Source: ours; the sums are the chain rule, over batch and tokens.
     """
     G1, G2, rough, d = G1.double(), G2.double(), mlp.to(torch.float32), G1.shape[2]
     every = whole = rest = Spans.of(G1, G2, count)
@@ -200,7 +200,7 @@ def _start(mlp: Mlp, spans: Spans, number: int, draws: Sequence[Generator]) -> F
 def _refine_guesses(
     mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, tolerance: float
 ) -> Float[Tensor, "b k d"]:
-    """Return the tokens that the guesses lead to; similar ones are kept apart, because their known spans differ."""
+    """Return the tokens that the guesses lead to; similar ones are kept, because their known spans differ."""
     found: list[Tensor] = []
     for u, base in zip(near.u.split(starts, 1), near.base.split(starts, 1), strict=True):
         of = Near(u, base, near.Q)

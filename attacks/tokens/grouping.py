@@ -18,7 +18,7 @@ _ROUNDS = 20  # the most rounds of the vote, which is stable after two or three
 
 @torch.no_grad()
 def by_image(model: VictimModel, block: PreNormBlock, slots: Slots, linear: Linear, images: int) -> list[Linear]:
-    """Return the tokens of each image among those of a release; slots that are alike are numbered in any order.
+    """Return the tokens of each image among those of a release; equal slots are numbered in any order.
 
     Args:
         model: the victim, whose patch embedding and prefix tokens are read.
@@ -54,7 +54,7 @@ def _memberships(
     mixed: Float[Tensor, "a d"],
     images: int,
 ) -> Float[Tensor, "a f"]:
-    """Return the share that each patch has in the image of each asking token: one if it is of that image, else zero.
+    """Return the share that each patch has in the image of each asking token: one if it belongs to it, else zero.
 
     Attention gives token i, in each head, o_i = Σ_l w_il v_l / Σ_l w_il over its own image, w_il = exp(q_i · k_l). So
     Σ_l m_l w_il (v_l − o_i) = 0 over all images, where m_l marks the tokens of the image of i: D equations, linear in

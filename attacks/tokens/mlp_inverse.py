@@ -59,7 +59,7 @@ class Inverted(NamedTuple):
 
 
 class _Starts(NamedTuple):
-    """Starts w, with u = mean_place + L w, each for an output of its own."""
+    """Starts w, with u = mean_place + L w, each for its own output."""
 
     w: Float[Tensor, "s d"]
     output: Int[Tensor, " s"]

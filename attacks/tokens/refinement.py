@@ -59,7 +59,7 @@ class _Point(NamedTuple):
 class _Equations:
     """|(I − P_h) act(W₁ u + b₁)|² / size² + |mean t|² + (|t|²/d − 1)² of u = α T, and |off t|² / d with `near`.
 
-    These are the equations of several releases, each with spans of its own. The Jacobian is never made: Jᵀ J =
+    These are the equations of several releases, each with its own spans. The Jacobian is never made: Jᵀ J =
     Mᵀ A (I − P_h) A M + …, with M = W₁ Tᵀ and A = diag(act′) / size.
     """
 
@@ -144,7 +144,7 @@ class _Equations:
 def refine(
     mlp: Mlp, spans: Spans, α: Float[Tensor, "*b s n"], steps: int, near: Near | None = None, damping: float = FAR
 ) -> Float[Tensor, "*b s n"]:
-    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, for each start by itself.
+    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, for each start separately.
 
     With `near`, the squared share of t outside its known span is added, with the same weight. A start of NaN stays one.
 

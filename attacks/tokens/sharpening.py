@@ -15,7 +15,7 @@ _LEAST_DECREASE = 0.1
 """Share by which a Gauss-Newton step must lower the squared residual to be followed by another one."""
 
 _RIDGE = 1e-9
-"""Is added to the preconditioner's matrices, relative to their mean diagonal: some directions are told by no token."""
+"""Is added to the preconditioner's matrices, relative to their mean diagonal: no token shows some directions."""
 
 
 def sharpen_coordinates(
@@ -92,7 +92,7 @@ def _inverse_of_own(
     """Return the inverse of Jᵀ J without what attention carries from patch to patch: each patch moves its own token.
 
     With t of token v = z + a, J_n = (I − 1 1ᵀ/d − t tᵀ/d) diag(γ) / std(v). Patches without a token take the mean of
-    the others, because nothing but attention tells of them.
+    the others, because nothing but attention shows them.
     """
     norm, d, found = block.norm2, v.shape[2], found[..., None, None]
     std = (v.var(2, correction=0, keepdim=True) + norm.eps).sqrt()

@@ -1,4 +1,4 @@
-"""From tokens to the patches behind them: slots are told apart, a linear solve follows, and attention sharpens it."""
+"""From tokens to the patches behind them: slots are identified, a linear solve follows, and attention sharpens it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ _ROUNDS = 3
 
 
 class Slots(NamedTuple):
-    """What is known of one image's patches: X = known + C Y, with z = W x + b + pe; some slots may be known alike."""
+    """What is known of one image's patches: X = known + C Y, with z = W x + b + pe; some slots may be known equally."""
 
     known: Float[Tensor, "n k"]
     Y: Float[Tensor, "m k"]
@@ -95,7 +95,7 @@ class Linear(NamedTuple):
 def slots_of_tokens(slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1) -> Linear:
     """Return the slots of tokens u, and the coordinates c of their patches; each slot takes one token of every image.
 
-    Beyond the columns of M, t' is parallel to its own slot's base (`_equations`): that tells slots apart, and then c
+    Beyond the columns of M, t' is parallel to its own slot's base (`_equations`): that distinguishes slots, and then c
     and o follow linearly.
 
     Args:
@@ -128,7 +128,7 @@ def slots_of_tokens(slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images:
 def guesses(slots: Slots, reads: Reads, X: Float[Tensor, "n k"]) -> Near | None:
     """Return what the class, register and patch tokens would be for patches X, and the spans that they lie in.
 
-    Patches in slots that are known alike are left out.
+    Patches in slots that are known equally are left out.
 
     None if the D equations of a token do not determine its span.
 
@@ -183,7 +183,7 @@ def sharpen_patches(
 ) -> list[Solved]:
     """Return the patches of images by the Gauss-Newton method on c, with the block's own attention.
 
-    This removes the rounding errors of the spans. Where attention depends on places and some slots are known alike, it
+    This removes the rounding errors of the spans. Where attention depends on places and some slots are equal, it
     cannot be evaluated: the first estimate of c is the result then.
 
     Args:
@@ -324,7 +324,7 @@ def _assign(
 def _slots_of(
     t: Float[Tensor, "f d"], base: Float[Tensor, "n d"], Q: Float[Tensor, "d r"], alike: Bool[Tensor, " n"]
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
-    """Return tokens and their slots; slots that are alike take the remaining tokens in any order."""
+    """Return tokens and their slots; equal slots take the remaining tokens in any order."""
     open_, hidden = (~alike).nonzero()[:, 0], alike.nonzero()[:, 0]
     js, ns = _assign(t, base[open_], Q)
     rest = _without(len(t), js)

@@ -100,7 +100,7 @@ class AdapterSeparation(Checked):
 
     @staticmethod
     def refuses(client: Client) -> str | None:
-        """Return why an update is not read: it is of no adapters, or no gradient of one step."""
+        """Return why an update is not read: it has no adapters, or is not the gradient of one step."""
         if client.trains != "adapters":
             return f"reads the update of bottleneck adapters, and here client.trains={client.trains}"
         if client.gradient_factor is None:
@@ -108,7 +108,7 @@ class AdapterSeparation(Checked):
         return None
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return 2 (N + p) ≥ r with its numbers where it holds: the outputs are not told apart then."""
+        """Return 2 (N + p) ≥ r with its numbers where it holds: the outputs are not separated then."""
         count, rank = token_count(seen.model), seen.gradients[_BIAS].shape[1]
         p = seen.model.vit.num_prefix_tokens
         return None if 2 * count < rank else f"2·(N + {p}) = {2 * count} ≥ r = {rank}"
@@ -118,7 +118,7 @@ class AdapterSeparation(Checked):
 
         Raises:
             PrivlabError: if the first block is none of attention and MLP with LayerNorm before each, or the model has
-                no position embeddings, or the update is no gradient.
+                no position embeddings, or the update is not a gradient.
 
         Warns:
             PrivlabWarning: if the adapter is too narrow; the images are then those of the prior.
@@ -127,10 +127,10 @@ class AdapterSeparation(Checked):
         if (why := why_no_plain_block(model)) is not None:
             raise PrivlabError(f"{self.name} inverts the MLP of a pre-norm block, and here {why}.")
         if model.vit.pos_embed is None:
-            raise PrivlabError(f"{self.name} tells slots by position embeddings, and this model has none.")
+            raise PrivlabError(f"{self.name} distinguishes slots by position embeddings, and this model has none.")
         if (beyond := self.beyond(seen)) is not None:
             warn(
-                f"{self.name}: {beyond}, so that the adapter's spans do not tell tokens apart. None is found: a low "
+                f"{self.name}: {beyond}, so that the adapter's spans do not separate tokens. None is found: a low "
                 "score here is no evidence of privacy.",
                 2,
             )

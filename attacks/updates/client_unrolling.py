@@ -59,7 +59,7 @@ class _Found(NamedTuple):
 class ClientUnrolling(RoundUnrolling):
     """Recover the images of K clients, one each, from the mean of their updates after any number of steps.
 
-    Idea: Several clients take several steps each on an image of their own, and the server sees the mean alone. All of
+    Idea: Several clients take several steps each on one image, and the server sees the mean alone. All of
     them start at weights that the server knows, so the tokens of all first steps agree with both matrices of the MLP.
     The attack sorts them into images, runs the client of each again, and takes it off.
 
@@ -72,7 +72,7 @@ class ClientUnrolling(RoundUnrolling):
     1. The tokens of all images at the first step are at weights that the server knows, and lie in the row spaces of
        what ∂W_fc1 and ∂W_fc2 sum over all steps. Later steps move the tokens of the same images by little, so that
        these spaces have few more directions above rounding: 1.5 and 2 times as many as tokens are tried.
-    2. Attention shows which tokens are of one image, and position embeddings their slots, as in `token-separation`.
+    2. Attention shows which tokens belong to one image, and position embeddings their slots, as in `token-separation`.
        Missing tokens, and then all patches, are found as in `round-unrolling`. The patches lie in the row space of ∂W,
        which has K N directions however many steps there were, since an image stays the same in all of them.
     3. A client is run again on each image, with the classes that the head's update allows. The image is taken if its
@@ -122,7 +122,7 @@ class ClientUnrolling(RoundUnrolling):
         return RoundUnrolling.refuses(client)
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return K (N + p) ≥ D with its numbers where it holds: the tokens of all clients are not told apart then."""
+        """Return K (N + p) ≥ D with its numbers where it holds: the tokens of all clients are not separated then."""
         vit, count = seen.model.vit, seen.images_per_release * token_count(seen.model)
         p = vit.num_prefix_tokens
         return None if count < vit.embed_dim else f"K·(N + {p}) = {count} ≥ D = {vit.embed_dim}"
@@ -131,7 +131,7 @@ class ClientUnrolling(RoundUnrolling):
         """Reconstruct the images of the clients of each mean, in no order, and count the tokens that were found.
 
         Raises:
-            PrivlabError: if the observation is no mean of updates that this attack reads, or attention reads places.
+            PrivlabError: if the observation is not a mean of updates that this attack reads, or attention reads places.
         """
         client = self.client_of(seen, "the mean of updates by SGD, of one image each")
         usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))

@@ -85,7 +85,7 @@ class QkvSpan(Checked):
 
     @staticmethod
     def refuses(client: Client) -> str | None:
-        """Return why an update is not read: the embedding is trained too, or no attention, or it is no gradient."""
+        """Return why an update is not read: the embedding is trained too, or no attention, or it is not a gradient."""
         embedding = any(client.chooses(name) for name in ("pos_embed", "patch_embed.proj.weight"))
         if client.trains != "lora" and (embedding or not client.chooses(QKV)):
             return f"reads the update of attention behind a frozen embedding, and here client.trains={client.trains}"
@@ -96,7 +96,7 @@ class QkvSpan(Checked):
     def beyond(self, seen: Observation) -> str | None:
         """Return N + p ≥ d, or a rank below N + p, with the numbers: the row space then says nothing of a patch.
 
-        LoRA adapters that were merged into the weights move these by a matrix of their own rank.
+        LoRA adapters that were merged into the weights move these by a matrix of their rank.
         """
         G, count, p = seen.gradients[_read(seen)], token_count(seen.model), seen.model.vit.num_prefix_tokens
         if count >= (width := G.shape[2]):
@@ -110,7 +110,7 @@ class QkvSpan(Checked):
 
         Raises:
             PrivlabError: if the first block is none of attention and MLP with LayerNorm before each, or the model has
-                no position embeddings, or the update is no gradient.
+                no position embeddings, or the update is not a gradient.
 
         Warns:
             PrivlabWarning: if the row space says nothing of a patch; the images are then of one grey.
@@ -119,7 +119,7 @@ class QkvSpan(Checked):
         if (why := why_no_plain_block(model)) is not None:
             raise PrivlabError(f"{self.name} reads the attention of a pre-norm block, and here {why}.")
         if model.vit.pos_embed is None:
-            raise PrivlabError(f"{self.name} tells slots by position embeddings, and this model has none.")
+            raise PrivlabError(f"{self.name} distinguishes slots by position embeddings, and this model has none.")
         if (beyond := self.beyond(seen)) is not None:
             warn(
                 f"{self.name}: {beyond}, so that the row space says nothing of a patch. That no image is found is no "

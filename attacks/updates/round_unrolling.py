@@ -66,7 +66,7 @@ class RoundUnrolling(TokenSearch):
     1. The tokens u_n of the first image lie in the row space of what ∂W_fc1 sums over all steps, and their h_n, at θ_0,
        in that of ∂W_fc2: they are separated as in `token-separation`. Those of later images are not found.
     2. Position embeddings give the slots of the tokens (`slots_by_law`). Attention, evaluated on what is found, gives
-       embedded patches z from tokens; a missing token is searched for as a function of its own z, which has few
+       embedded patches z from tokens; a missing token is searched for as a function of its z, which has few
        unknowns: x lies in the row space of ∂W, and γ₁ ⊙ z in that of ∂W_qkv (`complete_tokens`).
     3. All patches of the image are solved by the Gauss-Newton method, and rounded to grey levels.
     4. The label is that of the classes whose ∂ℓ/∂logits lies nearest the columns of the head's update with which the
@@ -125,7 +125,7 @@ class RoundUnrolling(TokenSearch):
         return None
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return T (N + p) ≥ D with its numbers where it holds: the tokens of all steps are not told apart then."""
+        """Return T (N + p) ≥ D with its numbers where it holds: the tokens of all steps are not separated then."""
         vit, steps = seen.model.vit, 1 if seen.client is None else seen.client.total_steps
         p, count = vit.num_prefix_tokens, steps * token_count(seen.model)
         return None if count < vit.embed_dim else f"T·(N + {p}) = {count} ≥ D = {vit.embed_dim}"
@@ -134,7 +134,7 @@ class RoundUnrolling(TokenSearch):
         """Reconstruct the images of each client, in the order of its steps, and count the tokens that were found.
 
         Raises:
-            PrivlabError: if the observation is no update of SGD that this attack reads, or attention depends on places.
+            PrivlabError: if this attack does not read such updates, or attention depends on places.
         """
         client = self.client_of(seen, "the update of a round of SGD with batches of one")
         usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))
@@ -149,7 +149,7 @@ class RoundUnrolling(TokenSearch):
             found = "no client" if client is None else self.refuses(client) or f"client.optimiser={client.optimiser}"
             raise PrivlabError(f"{self.name} needs {needed}. Found: {found}.")
         if first_block(seen.model).reads_places:
-            raise PrivlabError(f"{self.name}: attention depends on places here, and needs to be told those of tokens.")
+            raise PrivlabError(f"{self.name}: attention depends on places here, and needs those of tokens.")
         return client
 
     def _round(
@@ -194,7 +194,7 @@ class RoundUnrolling(TokenSearch):
             model: the model with the weights of that step.
             client: the public settings.
             rest: what the step moved of the embedding.
-            sent: the update that was released, of this step and others; None where it is of this step alone.
+            sent: the update that was released, of this step and others; None where it contains this step alone.
         """
         deviations = rounding_of_embedding(model, replace(client, steps=1, epochs=None), rest, sent)
         A, dA = (slot_rows(model, of[_PE].double()) for of in (rest, deviations))

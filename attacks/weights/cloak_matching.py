@@ -54,7 +54,7 @@ class CloakMatching:
     """
 
     name: ClassVar[str] = "cloak-matching"
-    paper: ClassVar[str] = "ours, against ArrowCloak (Wang et al. 2025); alike: Liu et al. (2026), arXiv 2608.21615"
+    paper: ClassVar[str] = "ours, against ArrowCloak (Wang et al. 2025); similar: Liu et al. (2026), arXiv 2608.21615"
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE})
     parameters: ClassVar[tuple[str, ...]] = ()
 

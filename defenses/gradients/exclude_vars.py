@@ -45,7 +45,7 @@ class ExcludeVars:
     pattern: str = ""
 
     def __post_init__(self) -> None:
-        """Raise PrivlabError if the pattern is no regular expression."""
+        """Raise PrivlabError if the pattern is not a regular expression."""
         try:
             re.compile(self.pattern)
         except re.error as error:

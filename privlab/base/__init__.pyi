@@ -10,6 +10,7 @@ from .errors import PrivlabError as PrivlabError
 from .errors import check_name as check_name
 from .errors import check_range as check_range
 from .errors import first as first
+from .errors import foreign_error as foreign_error
 from .errors import memory_ended as memory_ended
 from .errors import unknown_name as unknown_name
 from .files import UNFINISHED as UNFINISHED

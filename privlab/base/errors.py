@@ -3,6 +3,8 @@
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from pathlib import Path
+from traceback import walk_tb
 
 _MOST_CHOICES = 24
 """The most names that a message lists."""
@@ -76,3 +78,19 @@ def first(names: Iterable[str], most: int = 6) -> str:
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def foreign_error(error: Exception, module: str) -> str:
+    """Return an error of somebody else's class in one line: its kind, what it says, and the line that raised it.
+
+    Args:
+        error: the error, with its traceback.
+        module: the module of the class or function that was called.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    places = [
+        f"{Path(frame.f_code.co_filename).name}, line {line}"
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == module
+    ]
+    return f"{text} ({places[-1]})" if places else text

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
-from privlab.base import PrivlabError, first, read_text
+from privlab.base import PrivlabError, first, foreign_error, read_text
 from privlab.base.plugins import installed_plugins
 from privlab.benchmark.cards import Card
 from privlab.testing.confinement import REFUSED, confined
-from privlab.testing.defenses import error_line
 
 MODULE = "privlab_benchmark_entry"
 """The name under which the module of an entry is imported."""
@@ -128,7 +127,9 @@ def _class_name(card: Card) -> str:
     except Exception as error:
         if str(error).endswith(REFUSED):
             raise
-        raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {error_line(error)}.") from None
+        raise PrivlabError(
+            f"The plug-in of '{card.name}' cannot be imported: {foreign_error(error, MODULE)}."
+        ) from None
     classes = {key: each for key, each in vars(module).items() if isinstance(each, type)}
     kinds = {each.name: key for key, each in classes.items() if isinstance(getattr(each, "name", None), str)}
     if card.parts[0] not in kinds:

@@ -20,13 +20,13 @@ from privlab.benchmark.standing import PACKAGE, Standing, concluded_rows, recogn
 from privlab.benchmark.tracks import BUNDLED, Track, photographs
 from privlab.benchmark.weights import known_by as known_by_keys
 from privlab.defenses import DEFENSES
-from privlab.evaluation import CONTROL, EXACT_DB
-from privlab.metrics import DECIBELS
+from privlab.evaluation import CONTROL
+from privlab.metrics import DECIBELS, EXACT_DB
 from privlab.report.tables import Facts, red_flags, sign_of
 from privlab.report.tables.case_verdicts import WORDS, verdicts_of
 from privlab.report.tables.knowledge import declared_defenses, knows
-from privlab.report.tables.leakage import measure
 from privlab.report.tables.per_image import WORST, Scored
+from privlab.report.tables.rows import measure
 
 LEVEL = 0.95
 """The confidence level of all intervals."""

@@ -20,7 +20,7 @@ from privlab.evaluation import CONTROL
 from privlab.report.tables import sign_of
 from privlab.threat import attack_declarations
 
-_EXACT_DB = 60.0
+_COMPARED_DB = 60.0
 """PSNR in dB above which two scores count as the same: they measure rounding, which differs between machines."""
 
 _APART = 0.02
@@ -142,7 +142,7 @@ def _compared(result: Result, again: pd.DataFrame, before: pd.DataFrame, card: C
     if lacking := int((both[f"{lead}_before"].isna() & both[lead].notna()).sum()):
         raise PrivlabError(f"{result.path} lacks {lacking} of {len(both)} scores that its entry gives now.")
     scale = (1.0 if lead == "psnr" else 100.0) * sign_of(lead)  # a share in per cent
-    leaks = both[[lead, f"{lead}_before"]].clip(upper=_EXACT_DB / abs(scale)) * scale
+    leaks = both[[lead, f"{lead}_before"]].clip(upper=_COMPARED_DB / abs(scale)) * scale
     worst = leaks.groupby([both[name] for name in key if name not in ("attack", "geometry")]).max()
     now, then = (float(worst[name].mean()) / scale for name in (lead, f"{lead}_before"))
     apart = abs(now - then) * abs(scale)

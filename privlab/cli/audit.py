@@ -25,7 +25,7 @@ LEAKED = 3
 
 
 _SCORES_IN_A_ROW = 5
-"""How many metrics fit beside the name of an attack in 80 columns."""
+"""How many metrics fit next to the name of an attack in 80 columns."""
 
 _SCORES = (*option.SCORES, option.public(), option.public_limit(), option.bit_depth())
 _NEED_REFERENCE = ("metrics", "lpips_weights", "embedding", "public", "public_limit", "bit_depth")

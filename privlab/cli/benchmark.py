@@ -170,7 +170,7 @@ def verify(result: Path, count: int, public: str | None, weights: str, as_json: 
         found = verified(result, images=count, weights=weights, public=public)
     signed = f"signed by {found.signer[:16]}…" if found.signer else "not signed by a key: its hash shows edits alone"
     text = (
-        f"{found.name} ({found.track}): {found.scores} scores again, {found.apart:g} apart on average (tolerance "
+        f"{found.name} ({found.track}): {found.scores} scores again, {found.apart:g} away on average (tolerance "
         f"{found.tolerance:g}); {signed}"
     )
     print_either(as_json, asdict(found), text)

@@ -312,13 +312,13 @@ def print_paths(paths: Iterable[object], as_json: bool) -> None:
 
 
 def print_warnings(messages: Iterable[str]) -> None:
-    """Print each warning on a line of its own."""
+    """Print each warning on a separate line."""
     for message in messages:
         err.print(f"Warning: {message}", style="yellow", markup=False)
 
 
 def print_failed(failures: Iterable[tuple[str, str]]) -> None:
-    """Print what failed, each with its reason, on a line of its own."""
+    """Print what failed, each with its reason, on a separate line."""
     for what, reason in failures:
         err.print(f"Failed: {what}: {reason}", style="red", markup=False)
 
@@ -338,7 +338,7 @@ def warned() -> Iterator[None]:
 
 _SAME = ("setting", "attack", "defense", "options", "release", "client_batch", "gradient_batch", "gamma", "masked_pe")
 _SAME += ("cut_layer", "client", "limit", "draws", "seed", "geometry")
-"""The options that hold for any victim and images: what the user gave of them stands in the command too."""
+"""The options that hold for any victim and images: what the user gave of them is part of the command too."""
 
 
 def attack_on_trained(context: click.Context, victims: Iterable[str]) -> str:

@@ -107,7 +107,7 @@ def _redraws() -> bool:
 
 
 def _leakiest(last: "Result", metric: str) -> dict[str, Scores]:
-    """Return the scores of each image of a result, the last attack first, which is the dearest.
+    """Return the scores of each image of a result, the last attack first, which costs most.
 
     Of the geometries that an adversary can make, and of several draws, it is the leakiest score.
     """

@@ -38,7 +38,6 @@ from .pipeline import Strip as Strip
 from .records import COLUMNS as COLUMNS
 from .records import CONTROL as CONTROL
 from .records import CONTROLS as CONTROLS
-from .records import EXACT_DB as EXACT_DB
 from .records import SCHEMA as SCHEMA
 from .records import Record as Record
 from .records import Rows as Rows

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, full_precision, memory_ended
+from privlab.base import PrivlabError, foreign_error, full_precision, memory_ended
 from privlab.release import as_gradients
 from privlab.threat import (
     Attack,
@@ -141,11 +141,12 @@ def unchanged(seen: Observation | FeatureObservation) -> Iterator[None]:
 
 
 def reason_of(attack: Attack | FeatureAttack, error: Exception) -> str:
-    """Return why an attack failed, in one line, with the kind of an error that is none of ours."""
+    """Return why an attack failed, in one line; of an error that is not privlab's, its kind and the line of code."""
     if (memory := memory_ended(error)) is not None:
         return f"{attack.name}: {memory}"
-    kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
-    return f"{attack.name}: {kind}{error}".splitlines()[0]
+    if isinstance(error, PrivlabError):
+        return f"{attack.name}: {error}".splitlines()[0]
+    return f"{attack.name}: {foreign_error(error, type(attack).__module__)}"
 
 
 def check_reconstruction(images: Tensor, shape: Sequence[int]) -> None:

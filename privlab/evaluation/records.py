@@ -43,9 +43,6 @@ CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled", "flat"
 """The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled, and
 one colour, the mean by which the victim normalises."""
 
-EXACT_DB = 100.0
-"""PSNR in dB above which two values count as the same: they measure rounding, which depends on the batch's size."""
-
 Record = dict[str, Any]
 """One score of an attack on an image, by the names of `COLUMNS`."""
 

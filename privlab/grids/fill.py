@@ -84,7 +84,7 @@ def fill(
     earlier, now = run.begun(), json.loads(json.dumps(facts))
     if earlier and any(earlier.get(name) != now.get(name) for name in ("specification", "victims")):
         table = "holds a run of privlab attack. Give another --out."
-        attack = "holds another run. Use --overwrite, or another --out."
+        attack = "holds another run. Overwrite it (--overwrite) or give another directory."
         raise PrivlabError(f"'{path}' {attack if stated else table}")
     if earlier.get("cases") == now["cases"]:  # the same experiment: its earlier warnings still hold
         messages += [message for message in earlier["warnings"] if message not in messages]
@@ -102,12 +102,27 @@ def fill(
             for name, content in result.files.items():  # before its record, which says that its image files exist
                 run.write_file(name, content)
             run.store.add(result.rows)
-            for message in dict.fromkeys(result.messages):
+            for message in joined_warnings(result.messages, result.task.attacks):
                 if message not in messages:
                     messages.append(message)
                     warn(message)
             done += len(result.task.images)
             progress(done, total, result)
+
+
+def joined_warnings(messages: Sequence[str], attacks: Sequence[str]) -> list[str]:
+    """Return warnings, each once: one that several attacks give begins with the names of all of them.
+
+    Args:
+        messages: the warnings of a task; that of an attack begins with its name and a colon.
+        attacks: the names of the attacks.
+    """
+    names: dict[tuple[bool, str], list[str]] = {}
+    for message in dict.fromkeys(messages):
+        name, _, text = message.partition(": ")
+        of_attack = name in attacks
+        names.setdefault((of_attack, text if of_attack else message), []).append(name)
+    return [f"{', '.join(named)}: {text}" if of_attack else text for (of_attack, text), named in names.items()]
 
 
 def machine_facts(command: str | None, device: torch.device) -> dict[str, Any]:

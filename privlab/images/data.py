@@ -119,11 +119,24 @@ class Data:
                     ) from None
                 return
             yield image
+        if self.stated and isinstance(self.items, Spool) and isinstance(self.places, range):
+            self._check_end()
 
     def __len__(self) -> int:
         if self.count is None:
             raise TypeError(f"The length of {self.description} is unknown.")
         return self.count
+
+    def _check_end(self) -> None:
+        """Raise an error if a stream goes on after the images for which labels were stated."""
+        try:
+            self.items[len(self.places)]
+        except IndexError:
+            return
+        raise PrivlabError(
+            f"{self.description}: labels were stated for {len(self.places)} images, and more follow. Give a label for "
+            "each image, or limit the images."
+        )
 
     def _name(self, place: int) -> str:
         return f"{self.naming}{place}" if isinstance(self.naming, str) else self.naming[place]

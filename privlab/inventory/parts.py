@@ -100,7 +100,7 @@ def _list(sections: Mapping[str, str], title: str, separator: str) -> tuple[str,
 
 
 def _options(kind: Any) -> str:  # noqa: ANN401
-    """Return a line for each option: its name, its default and its meaning, which may stand in a base's docstring."""
+    """Return a line for each option: its name, its default and its meaning, which may be in a base's docstring."""
     meanings: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         meanings |= parse_docstring(each.__doc__ or "").arguments

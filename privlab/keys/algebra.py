@@ -1,8 +1,8 @@
-"""Model keys: a Transformer's weights permuted so that they are of use only with features permuted alike.
+"""Model keys: a Transformer's weights permuted so that they work only with features permuted in the same way.
 
 With c = key.residual, (Z P_C)[..., j] = Z[..., c[j]] and T_(C)(Z P_C) = T(Z) P_C, where T_(C) are the weights that
 `apply_key` returns (Permutation Equivariance, CVPR 2024, Eq. 5 to 7, 12, 13; Theorems 4.4, 4.5, 4.7). Gradients and the
-state of element-wise optimisers are permuted alike. A key is index tensors; no permutation matrix is ever built.
+state of element-wise optimisers are permuted in the same way. A key is index tensors; no permutation matrix is built.
 
 What may be permuted in a block of width d with h heads of size e and m hidden units:
 
@@ -12,7 +12,7 @@ What may be permuted in a block of width d with h heads of size e and m hidden u
 - `qk`: the outputs of Q and K within each head, the same for both, since their dot product sums over them; one order
   for all heads of a layer where a norm of Q and K shares its weights among them.
 - `value`: the outputs of V within each head, with the norm and the gate after them and the inputs of proj.
-- `hidden`: the hidden units, fc1's outputs and fc2's inputs; both halves of a gated MLP alike.
+- `hidden`: the hidden units, fc1's outputs and fc2's inputs; both halves of a gated MLP.
 
 No order mixes features of different heads. The space `full` draws all of these orders independently. `paper` is the
 space of the reference generator: one order within heads, the same for all of them, and one order of the heads; together
@@ -184,7 +184,7 @@ def apply_key(
 ) -> dict[str, Tensor]:
     """Return the weights of T_(C), W_(C)[i, j] = W[rows[i], columns[j]]; the owner's tensors are not changed.
 
-    Gradients, and an optimiser's averages of them, are permuted alike (Eq. 6, 12, 13).
+    Gradients, and an optimiser's averages of them, are permuted in the same way (Eq. 6, 12, 13).
 
     Args:
         state: weights, gradients or averages by their names in `layout`; leading dimensions, such as one per image, are
@@ -230,7 +230,7 @@ def check_fits(orders: Mapping[str, Tensor], shape: ModelShape) -> None:
                 f"The key is for another model: its order '{name}' has shape {tuple(order.shape)}, not {want[name]}."
             )
         if not torch.equal(order.sort(-1).values, torch.arange(order.shape[-1], device=order.device).expand_as(order)):
-            raise PrivlabError(f"The key's order '{name}' is no permutation: each index must occur once.")
+            raise PrivlabError(f"The key's order '{name}' is not a permutation: each index must occur once.")
     if shape.qk_norm and not (orders["qk"] == orders["qk"][:, :1]).all():
         raise PrivlabError("The key's order 'qk' differs between heads, but the heads share a norm of Q and K.")
 

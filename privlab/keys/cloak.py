@@ -7,7 +7,7 @@ With W of u rows, and c, r and a integers of u entries, the device holds
 and returns W̃ x. The owner's enclave computes the one product m·x itself, and W_i x = (W̃_j x − r_i m·x) / a_i. The mask
 m turns every row into another direction: this is ArrowCloak (Wang et al., USENIX Security 2025), which its authors put
 against the matching of directions (ArrowMatch). It covers Q, K and V, the projection after them, and both layers of the
-MLP, each with a cloak of its own. Biases, norms, embedding and head stay in the enclave.
+MLP, each with its own cloak. Biases, norms, embedding and head stay in the enclave.
 
 That the integers are these is read off a public implementation, of whose authorship nothing is known; the abstract says
 no more than that vectors are protected by matrix-vector products.
@@ -96,10 +96,10 @@ def apply_cloak(weights: Float[Tensor, "u d"], cloak: Cloak) -> Float[Tensor, "u
         cloak: its secrets.
 
     Raises:
-        PrivlabError: if the cloak is of another number of rows.
+        PrivlabError: if the cloak has another number of rows.
     """
     if len(cloak.order) != len(weights):
-        raise PrivlabError(f"The cloak is of {len(cloak.order)} rows. Found a matrix of {len(weights)}.")
+        raise PrivlabError(f"The cloak has {len(cloak.order)} rows. Found a matrix of {len(weights)}.")
     mask = cloak.combination.to(weights) @ weights
     covered = cloak.scales.to(weights)[:, None] * weights + cloak.ratios.to(weights)[:, None] * mask
     return covered[cloak.order]

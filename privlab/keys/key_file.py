@@ -11,9 +11,9 @@
 
 Canonical bytes: the lines `privlab-key/1`, `shape` and `space`; then for each tensor, by name, the line
 `NAME:DIMENSIONS` (as in `qk:12x3x64`) and its int32 in little-endian. The same key gives the same file, byte by byte:
-the file holds no date, and its metadata are sorted. `key_id` is a commitment to the key under a hash domain of its own
+the file holds no date, and its metadata are sorted. `key_id` is a commitment to the key under a separate hash domain
 (the lines `privlab-key-id/1` and `shape`, then the tensors as above). An encrypted model carries it, so that a wrong
-key of the right shape is refused. It confirms a guess of the whole key and tells nothing else of the key.
+key of the right shape is refused. It confirms a guess of the whole key and reveals nothing else of the key.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ def load_key(path: Path) -> KeyFile:
     metadata = _metadata(data)
     version = metadata.get("format", "")
     if not version.startswith("privlab-key/"):
-        raise PrivlabError(f"'{path}' is no key file of privlab, or its header is damaged: expected {FORMAT}.")
+        raise PrivlabError(f"'{path}' is not a key file of privlab, or its header is damaged: expected {FORMAT}.")
     if version != FORMAT:
         raise PrivlabError(f"'{path}' has the format {version}; this privlab reads {FORMAT}. Use a newer privlab.")
     try:
@@ -180,7 +180,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """Return a file's metadata; an empty mapping if it is no safetensors file."""
+    """Return a file's metadata; an empty mapping if it is not a safetensors file."""
     try:
         found = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         return {str(name): str(value) for name, value in found.items()}

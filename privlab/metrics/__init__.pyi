@@ -31,6 +31,7 @@ from .placement import neighbour_accuracy as neighbour_accuracy
 from .placement import placed_share as placed_share
 from .placement import placement_accuracy as placement_accuracy
 from .registry import DECIBELS as DECIBELS
+from .registry import EXACT_DB as EXACT_DB
 from .registry import METRICS as METRICS
 from .registry import MIRRORED as MIRRORED
 from .registry import STRUCTURE as STRUCTURE

@@ -269,7 +269,7 @@ def fft2d(pair: Pair) -> Float[Tensor, " b"]:
     """Return the cosine distance of the 2-D spectra per image, each channel's DC set to 0: 1 − Re⟨F, G⟩ / (‖F‖ ‖G‖).
 
     By Parseval ⟨F, G⟩ = h w ⟨x, y⟩, and a spectrum without DC belongs to a channel without mean. So this is 1 minus
-    the correlation of the pixels after each channel's mean is subtracted; it tells nothing that pixels do not. Range
+    the correlation of the pixels after each channel's mean is subtracted; it shows nothing that pixels do not. Range
     [0, 2], 1 for unrelated images; lower leaks. It is 0 if both images have constant channels only, and 1 if one of
     them has.
 

@@ -57,7 +57,7 @@ def adjacent_share(held: Int[Tensor, "b n"], moved: Bool[Tensor, "b n"], grid: t
     Pairs run across and down. Those with at least one moved slot count; the share is NaN for an image without any.
 
     Args:
-        held: the patch that each slot holds, by the number of its own slot.
+        held: the patch that each slot holds, by the number of the slot that it comes from.
         moved: marks the slots that the defense shuffled.
         grid: (h, w), the patches in a column and in a row of an image, with h · w = n.
     """
@@ -122,7 +122,7 @@ def crosses(sent: Sent) -> bool:
 def match_images(sent: Sent, reconstruction: Reconstruction, reference: Float[Tensor, "b c h w"]) -> Reconstruction:
     """Return the reconstructions in the order of the images that they are nearest to, if rows crossed images.
 
-    The order of the images in a batch is no secret, and cannot be recovered: the evaluator assigns reconstructions to
+    The order of the images in a batch is not secret, and cannot be recovered: the evaluator assigns reconstructions to
     images by least squared error. If every row stayed with its image, the reconstructions stay in their order.
 
     Args:

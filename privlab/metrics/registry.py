@@ -177,6 +177,9 @@ METRICS = _Metrics()
 DECIBELS = ("psnr", "psnr_affine")
 """The metrics in dB: they are infinite for exact reconstructions, or as large as rounding allows."""
 
+EXACT_DB = 100.0
+"""PSNR in dB above which two values count as the same: they measure rounding, which depends on the batch's size."""
+
 STRUCTURE = ("psnr_affine", "correlation", "gms_affine")
 """The metrics that no gain or offset of a channel changes: they detect structure whose scale is lost."""
 

@@ -7,6 +7,7 @@ patches went, and how far two releases of one image are apart.
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache, reduce
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +15,7 @@ from jaxtyping import Float, Int
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError, full_precision
+from privlab.base import PrivlabError, foreign_error, full_precision
 from privlab.patches import patchify, permute
 from privlab.threat import (
     Defense,
@@ -29,6 +30,7 @@ from privlab.threat import (
     defense_declarations,
 )
 from privlab.victims import VictimModel
+from privlab.victims.closed_form import released_parameters
 
 AnyDefense = Defense | FeatureDefense | GradientDefense
 """A defense of images, of features or of gradients."""
@@ -135,8 +137,9 @@ def measure_effects(model: VictimModel, part: AnyDefense) -> Effects:
     except PrivlabError:
         raise
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise PrivlabError(f"Defense '{part.name}' does not run: {what}") from error
+        raise PrivlabError(
+            f"Defense '{part.name}' does not run: {foreign_error(error, type(part).__module__)}"
+        ) from error
 
 
 def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) -> list[str]:
@@ -246,13 +249,19 @@ def _rows(sent: Sent) -> RowOrder:
 
 
 def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
-    """Compare two releases of one gradient with each other, and with it."""
-    shapes = {"patch_embed.proj.weight": model.vit.patch_embed.proj.weight.shape}
-    if model.vit.pos_embed is not None:
-        shapes["pos_embed"] = model.vit.pos_embed.shape
+    """Compare two releases of one gradient with each other, and with it.
+
+    The gradient has every parameter that clients release: a defense may look for any of them by its name.
+    """
+    parameters = dict(model.vit.named_parameters())
     seed = Generator().manual_seed(0)
-    true = {name: torch.randn(2, *shape, generator=seed).to(model.mean) for name, shape in shapes.items()}
-    one, two, *_ = (part.release({n: g.clone() for n, g in true.items()}, draws.images) for draws in _draws(2))
+    true = {
+        name: torch.randn(2, *parameters[name].shape, generator=seed).to(model.mean)
+        for name in sorted(released_parameters(model) & parameters.keys())
+    }
+    first, second = islice(_draws(2), 2)
+    one = part.release({name: g.clone() for name, g in true.items()}, first.images)
+    two = part.release({name: g.clone() for name, g in true.items()}, second.images)
     true = {name: g for name, g in true.items() if name in one}
     if all(torch.equal(each[name], g) for each in (one, two) for name, g in true.items()):
         return Effects()

@@ -25,7 +25,7 @@ from privlab.stores import Place
 from privlab.victims import Victim
 
 DEFAULT_AMONG = (10, 100)
-"""The numbers of candidates where none are asked for, beside all."""
+"""The numbers of candidates where none are asked for, besides all."""
 
 _PIXELS = 32
 """Of the grid of the feature "pixels", on which text of a few characters can still be read."""
@@ -79,7 +79,7 @@ class Question:
 def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
     """Return a row for each case, attack or control, and feature and number n ("identity"), or for its class ("class").
 
-    Rows state the median PSNR beside, and the 95 % interval of Clopper and Pearson (low, high); its counts are rounded
+    Rows also state the median PSNR, and the 95 % interval of Clopper and Pearson (low, high); its counts are rounded
     away from the mean where they are expectations. `images` of `attacked` have a picture, which is in 8 bits. Controls
     are made of the candidates, or of the private images where no candidates are given.
 
@@ -90,7 +90,7 @@ def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
     if question.candidates is None and (question.judge is None or question.released):
         raise PrivlabError("Give --candidates, --classifier, or both. Found neither.")
     if "cases" not in results.facts:
-        raise PrivlabError(f"'{results.path}' is no run of privlab attack or table with private images.")
+        raise PrivlabError(f"'{results.path}' is not a run of privlab attack or table with private images.")
     rows: dict[str, list[Row]] = {"identity": [], "class": []}
     if question.released:
         return rows | {"identity": _by_release(results, question)}

@@ -7,7 +7,7 @@ from scipy import special
 from scipy.stats import beta
 
 from privlab.base import PrivlabError
-from privlab.evaluation import EXACT_DB
+from privlab.metrics import EXACT_DB
 from privlab.report.tables.per_image import Floats, Segments
 
 FEWEST_IMAGES = 20

@@ -108,7 +108,7 @@ def ranks_by(
         near = near.new_full((len(near), count), -math.inf).scatter_reduce(1, of_person, near, "amax")
         own = persons[own]
     if near.shape[1] < 2:
-        raise PrivlabError(f"An identity is told among two or more. Found {near.shape[1]}.")
+        raise PrivlabError(f"An identity is looked for among two or more. Found {near.shape[1]}.")
     to_own = near[rows, own][:, None]
     if to_own.isinf().any():
         raise PrivlabError("A person is found by other pictures of the person. Found one with a single picture.")

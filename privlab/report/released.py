@@ -1,4 +1,4 @@
-"""Whose image a release is of: it is made again, and compared with what each candidate would have released."""
+"""Whose image is behind a release: it is made again, and compared with what each candidate would have released."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Releases:
         G is drawn again as the run drew it, over all released parameters. The adversary knows the model, the client's
         settings and the functions of `COMPARED`, and takes the victim's prediction for a candidate's label. "release"
         is the attack; "control:flat" is the defended release of one colour with the private image's label, which shows
-        what the label alone tells; "control:other" is the release of the next private image.
+        what the label alone reveals; "control:other" is the release of the next private image.
 
         Args:
             spec: the case, of one victim, setting and draw.

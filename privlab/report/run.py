@@ -20,7 +20,7 @@ from torchvision.transforms.functional import to_tensor
 from privlab.base import PrivlabError, first
 from privlab.grids import case_of
 from privlab.report import tables
-from privlab.stores import RunDirectory, places_of
+from privlab.stores import places_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -216,9 +216,11 @@ class Run:
         Raises:
             PrivlabError: if the directory holds something.
         """
-        RunDirectory(Path(path)).check()
+        path = Path(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise PrivlabError(f"'{path}' already exists and is not empty. Save the run to a new directory.")
         shutil.copytree(self.path, path, dirs_exist_ok=True)
-        return Run(Path(path))
+        return Run(path)
 
     def _strips(self) -> dict[Path, str]:
         """Return strips of the first images, each with the cases that it shows; of a grid, some for all its cases."""

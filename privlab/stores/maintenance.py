@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from privlab.base import PrivlabError
-from privlab.evaluation import EXACT_DB
-from privlab.metrics import DECIBELS, METRICS
+from privlab.metrics import DECIBELS, EXACT_DB, METRICS
 from privlab.stores.store import KEY, RunDirectory, Store, part_frame
 
 _MERGED = ("records/part-*.parquet", "kept/*.safetensors", "pictures/**/*.png", "strips/*.png")

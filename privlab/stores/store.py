@@ -237,9 +237,13 @@ class RunDirectory:
             raise unwritable(self.path, error) from error
         if self.begun():
             if not overwrite and not resume:
-                raise PrivlabError(f"'{self.path}' holds another run. Use --overwrite, or another --out.")
+                raise PrivlabError(
+                    f"'{self.path}' holds another run. Overwrite it (--overwrite) or give another directory."
+                )
         elif held and not (resume and parts()):
-            raise PrivlabError(f"'{self.path}' holds files of something else ({held[0]}). Give a new or empty --out.")
+            raise PrivlabError(
+                f"'{self.path}' holds files of something else ({held[0]}). Give a new or empty directory."
+            )
 
     @property
     def store(self) -> Store:
@@ -303,8 +307,8 @@ class RunDirectory:
         """
         try:
             return json.loads((self.path / "run.json").read_bytes())
-        except FileNotFoundError:
-            raise PrivlabError(f"'{self.path}' is no run: it has no run.json. Give the directory of a run.") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise PrivlabError(f"'{self.path}' is not the directory of a run: it has no run.json.") from None
         except (OSError, ValueError) as error:
             raise PrivlabError(f"Cannot read '{self.path / 'run.json'}': {error}.") from None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, check_name, configure, read_options
+from privlab.base import PrivlabError, check_name, configure, foreign_error, read_options
 from privlab.defenses import BlockScrambling, Blur, CutMix, GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import Batch, Clients, ObservationChanged, attack_batch, completed, unchanged, unread
 from privlab.evaluation.batch import Seen
@@ -19,7 +19,6 @@ from privlab.release import released_parameters
 from privlab.testing.claims import Check
 from privlab.testing.defenses import (
     check_defense,
-    error_line,
     photographs,
     quiet,
     same_random_state,
@@ -213,7 +212,7 @@ def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
         yield Check("untouched", 1.0, 0.0, str(error))
         return
     except Exception as error:
-        yield Check("returns", 1.0, 0.0, error_line(error))
+        yield Check("returns", 1.0, 0.0, foreign_error(error, type(attack).__module__))
         return
     yield Check("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
     yield Check("untouched", 0.0, 0.0, "tensors of the victim and the release that it changed")
@@ -229,7 +228,9 @@ def _check_metric(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) 
     try:
         values = function(x, y)
     except Exception as error:
-        raise PrivlabError(f"Metric '{metric.name}' does not run: {error_line(error)}") from error
+        raise PrivlabError(
+            f"Metric '{metric.name}' does not run: {foreign_error(error, function.__module__)}"
+        ) from error
     fine = isinstance(values, Tensor) and values.shape == (len(x),) and values.is_floating_point()
     found = f"{tuple(values.shape)} of {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
     yield Check("returns", float(not fine), 0.0, f"faults; real values of shape ({len(x)},), found {found}")

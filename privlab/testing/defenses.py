@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, full_precision
+from privlab.base import PrivlabError, PrivlabWarning, foreign_error, full_precision
 from privlab.evaluation import completed
 from privlab.images import Preprocessing, open_images
 from privlab.release import AnyDefense
@@ -193,12 +193,9 @@ def _running(case: Case) -> Iterator[None]:
     except PrivlabError:
         raise
     except Exception as error:
-        raise PrivlabError(f"Defense '{case.defense.name}' does not run: {error_line(error)}") from error
-
-
-def error_line(error: Exception) -> str:
-    """Return an error of somebody else's code in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise PrivlabError(
+            f"Defense '{case.defense.name}' does not run: {foreign_error(error, type(case.defense).__module__)}"
+        ) from error
 
 
 def _random_states() -> dict[str, object]:

@@ -29,7 +29,7 @@ _CLIP = 1.0
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Report every training inside that has no listener of its own to `listener`, such as one that an attack needs."""
+    """Report every training inside without a listener to `listener`, such as one that an attack needs."""
     token = _LISTENER.set(listener)
     try:
         yield

@@ -16,8 +16,9 @@ from PIL import Image
 import privlab
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError
-from privlab.evaluation import COLUMNS, EXACT_DB, GEOMETRIES, applicable
+from privlab.evaluation import COLUMNS, GEOMETRIES, applicable
 from privlab.grids import specify
+from privlab.metrics import EXACT_DB
 from privlab.victims import victim
 
 TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]

@@ -179,7 +179,9 @@ def test_a_failing_attack_has_rows_with_its_reason(recorded: Cli, tones: type[To
     found = pd.read_parquet(tmp_path / "audit" / "records")
     failed = found[found.status == "failed"]
     assert failed.image.tolist() == NAMES[3:6]
-    assert set(zip(failed.attack, failed.reason, strict=True)) == {("tones", "tones: RuntimeError: no memory")}
+    assert set(failed.attack) == {"tones"}
+    (reason,) = set(failed.reason)
+    assert reason.startswith("tones: RuntimeError: no memory is left (test_audit_runs.py, line ")
     assert failed.metrics.isna().all()
     assert (found.status == "ok").sum() == 13
     assert recorded("--attack", "tones,pe-assignment").status == 2  # a failure stays one
@@ -273,7 +275,10 @@ def test_what_another_run_left_is_not_touched(
     assert recorded().status == 0
     before = (tmp_path / "audit" / "run.json").read_bytes()
     for options in (("--seed", 1), ("--defense", "column-permutation"), ("--attack", "pe-assignment")):
-        assert recorded(*options).error == f"'{tmp_path}/audit' holds another run. Use --overwrite, or another --out."
+        assert (
+            recorded(*options).error
+            == f"'{tmp_path}/audit' holds another run. Overwrite it (--overwrite) or give another directory."
+        )
     assert "holds another run" in attack("--out", tmp_path / "audit", "--metrics", "psnr").error
     assert (tmp_path / "audit" / "run.json").read_bytes() == before
     for file in recording.rglob("*.safetensors"):

@@ -180,7 +180,7 @@ def test_key_files(cli: Cli, key: Path, model: Path, tmp_path: Path) -> None:
     key.chmod(0o644)
     assert "(mode 644): run chmod 600" in cli("keys", "show", key).error
     model.chmod(0o600)
-    assert "is no key file of privlab" in cli("keys", "show", model).error
+    assert "is not a key file of privlab" in cli("keys", "show", model).error
     key.chmod(0o600)
     key.write_bytes(key.read_bytes()[:-9])
     assert "corrupted or truncated" in cli("keys", "show", key).error
@@ -221,4 +221,4 @@ def test_a_missing_tensor_is_named(cli: Cli, model: Path, key: Path, tmp_path: P
 def test_a_broken_key_of_the_right_format_is_refused(cli: Cli, key: Path, tmp_path: Path) -> None:
     shape = load_key(key).shape
     save_key(residual_only(torch.zeros(192, dtype=torch.int64), shape), shape, tmp_path / "b")
-    assert "order 'residual' is no permutation" in cli("keys", "show", tmp_path / "b").error
+    assert "order 'residual' is not a permutation" in cli("keys", "show", tmp_path / "b").error

@@ -283,7 +283,7 @@ def test_members_are_told_apart(
         tmp_path / "m.csv", photos, ("a.png", "seen"), ("b.png", "not seen"), ("c.png", "seen"), columns="member"
     )
     said = " ".join(attack(*FAST, "--manifest", path, "--details").out.split())
-    line = said[said.index("members apart") :]
+    line = said[said.index("members and others") :]
     told = json.loads(attack(*FAST, "--manifest", path, "--json", "--overwrite").out)["members"]
     table = records().query("geometry == 'in_place'")
     assert [(row["member"], row["attack"], row["images"]) for row in told] == [
@@ -301,7 +301,7 @@ def test_members_are_told_apart(
         images = "1 image" if row["images"] == 1 else "2 images"
         assert f"{row['attack']} {row['mean']:.2f}{spread} ({images})" in line
     assert line.startswith(
-        "members apart, as the manifest states them (PSNR, mean ± standard deviation): seen in training: april "
+        "members and others, as the manifest states them (PSNR, mean ± standard deviation): seen in training: april "
     )
     assert "; not seen: april " in line
     assert "unknown" not in line
@@ -312,7 +312,7 @@ def test_nothing_is_said_where_no_membership_is_known(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
     path = manifest(tmp_path / "m.csv", photos, ("a.png", "unknown"), ("b.png", ""), columns="member")
-    assert "members apart" not in attack(*FAST, "--manifest", path, "--details").out
+    assert "members and others" not in attack(*FAST, "--manifest", path, "--details").out
     assert records().member.isna().all()
     assert json.loads(attack(*FAST, "--json", "--overwrite").out)["members"] == []
 

@@ -52,7 +52,10 @@ def test_other_run_gives_way_only_with_overwrite(
     assert attack("--batch-size", "1", "--strips").status == 0
     (run / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert attack("--limit", "1").error == f"'{run}' holds another run. Use --overwrite, or another --out."
+    assert (
+        attack("--limit", "1").error
+        == f"'{run}' holds another run. Overwrite it (--overwrite) or give another directory."
+    )
     assert attack("--limit", "1", "--overwrite", "--attack", "aprl").error.startswith("Unknown attack")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert attack("--limit", "1", "--overwrite").status == 0
@@ -71,7 +74,8 @@ def test_foreign_files_are_left_alone(
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_text('{"mine": 1}')
-    expected = f"'{tmp_path / 'run'}' holds files of something else ({name.split('/')[0]}). Give a new or empty --out."
+    expected = f"'{tmp_path / 'run'}' holds files of something else ({name.split('/')[0]}). "
+    expected += "Give a new or empty directory."
     assert attack(*options).error == expected
     assert path.read_text() == '{"mine": 1}'
     assert [entry for entry in (tmp_path / "run").rglob("*") if entry.is_file()] == [path]
@@ -291,7 +295,10 @@ def test_another_victim_under_the_same_name_is_another_run(
         save_file(vit.state_dict(), weights)
         done = cli("attack", *options, "--weights", weights, "--attack", "april")
         if seed:
-            assert done.error == f"'{tmp_path / 'run'}' holds another run. Use --overwrite, or another --out."
+            assert (
+                done.error
+                == f"'{tmp_path / 'run'}' holds another run. Overwrite it (--overwrite) or give another directory."
+            )
         else:
             assert done.status == 0
 

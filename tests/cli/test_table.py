@@ -47,7 +47,7 @@ def table(cli: Callable[..., Any], experiment: Path, tmp_path: Path) -> Callable
 @pytest.mark.parametrize(
     ("form", "start"), [("latex", "\\begin{tabular}"), ("csv", "group,case,"), ("markdown", "**Noise**"), ("json", "{")]
 )
-def test_formats(table: Callable[..., Any], form: str, start: str) -> None:
+def test_writers(table: Callable[..., Any], form: str, start: str) -> None:
     done = table("--format", form)
     assert done.status == 0
     assert done.out.startswith(start)

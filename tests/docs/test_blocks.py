@@ -198,5 +198,5 @@ def test_links_between_pages_and_pictures_exist() -> None:
 
 def test_the_readme_is_one_page() -> None:
     text = PAGES["README.md"]
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 120
     assert len(text) <= 8_000

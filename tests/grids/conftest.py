@@ -206,7 +206,7 @@ def forked() -> Iterator[Callable[..., int]]:
 
     `first` is called in the child before that.
     """
-    for name in ("privlab.report.tables.formats", "privlab.report.tables.compare", "privlab.experiments.tables.named"):
+    for name in ("privlab.report.tables.writers", "privlab.report.tables.compare", "privlab.experiments.tables.named"):
         importlib.import_module(name)  # here, and not in every child
     gc.collect()
     gc.freeze()  # what is there by now need not be looked through again

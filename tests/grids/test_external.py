@@ -20,7 +20,7 @@ from privlab.grids.external import _Stated, check_score, preprocessing_of
 from privlab.images import read_image, to_png
 from privlab.metrics import METRICS, LpipsUnavailable, score
 from privlab.report.tables import Results, load_results
-from privlab.report.tables.leakage import leakage
+from privlab.report.tables.rows import leakage
 from privlab.stores import RunDirectory, Store, check
 from privlab.victims import victim
 

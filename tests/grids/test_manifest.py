@@ -140,14 +140,14 @@ def test_members_under_the_table(
     options = ("--manifest", path, "--out", tmp_path / "run", "--device", "cpu", "--pictures", "0")
     said = cli("table", file, *options, "--json")
     assert said.status == 0
-    (line,) = (line for line in json.loads(said.out)["remarks"] if line.startswith("members apart"))
+    (line,) = (line for line in json.loads(said.out)["remarks"] if line.startswith("members and others"))
     assert line.startswith(
-        "members apart, as the manifest states them (PSNR, mean ± standard deviation): seen in training"
+        "members and others, as the manifest states them (PSNR, mean ± standard deviation): seen in training"
     )
     for part in ("seen in training: april ", ", worst case ", "; not seen: april ", "(1 image)"):
         assert part in line
     assert line in cli("table", file, *options, "--format", "markdown").out
-    assert "members apart" in cli("table", file, *options).out
+    assert "members and others" in cli("table", file, *options).out
     error = cli("table", file, *options, "--limit", "2").error
     assert error.endswith("A manifest names its photographs one by one. Found limit 2 beside it.")
 

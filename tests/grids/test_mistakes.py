@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from privlab.base import PrivlabError
 from privlab.grids import Experiment, read_experiment
+from privlab.grids.fill import joined_warnings
 
 SHORT = '[run]\nmodel = "vit_ti"\n'
 
@@ -204,3 +205,13 @@ def test_a_case_may_have_seeds_of_its_own(tmp_path: Path) -> None:
     path.write_text(f"{SHORT}[[case]]\nseeds = [0, 3]\n")
     (case,) = read_experiment(path).cases
     assert [run.seed for run in case.runs] == [0, 3]
+
+
+def test_a_warning_that_several_attacks_give_is_one_line() -> None:
+    text = "some position embeddings received no gradient"
+    messages = [f"april: {text}", "images: 2 were left out", f"mjp-full: {text}", f"april: {text}", "april: slow"]
+    assert joined_warnings(messages, ["april", "mjp-full"]) == [
+        f"april, mjp-full: {text}",
+        "images: 2 were left out",
+        "april: slow",
+    ]

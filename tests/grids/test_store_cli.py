@@ -246,9 +246,9 @@ def test_report_of_a_spoiled_store(cli: Any, run: Path) -> None:
         ),
         (("store", "show", "RUN", "--limit", 0), "Invalid value for '--limit': 0 is not in the range x>=1."),
         (("store", "shw"), "No such command 'shw'."),
-        (("report", "/nowhere"), "'/nowhere' is no run: it has no run.json. Give the directory of a run."),
+        (("report", "/nowhere"), "'/nowhere' is not the directory of a run: it has no run.json."),
         (("report", "RUN", "--out", "/dev/null/x.html"), "'/dev/null' cannot be written: "),
-        (("figures", "/nowhere"), "'/nowhere' is no run: it has no run.json. Give the directory of a run."),
+        (("figures", "/nowhere"), "'/nowhere' is not the directory of a run: it has no run.json."),
         (("figures", "RUN", "--format", "pdf,gif"), "--format must be pdf, svg, png. Found 'gif'."),
         (
             ("figures", "RUN", "--out", "/dev/null/x"),

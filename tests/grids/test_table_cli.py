@@ -102,7 +102,7 @@ def test_experiment_of_ours_by_its_name(cli: Any, photos: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_formats(table: Any) -> None:
+def test_writers(table: Any) -> None:
     latex = table("--format", "latex").out
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 1
     assert r"\documentclass" not in latex
@@ -356,7 +356,7 @@ def test_compare(cli: Any, finished: Any, table: Any, tmp_path: Path) -> None:
         (["--set", "run.limt=2"], "--set run.limt: Unknown key of [run] 'limt'. Did you mean limit"),
         (["--set", "run.model=vit_tii"], "Unknown model 'vit_tii'. Did you mean vit_ti"),
         (["--set", "run.attack=aprl"], "--set run.attack: Unknown attack 'aprl'. Did you mean april or spear?"),
-        (["--compare", "/nowhere"], "'/nowhere' is no run: it has no run.json. Give the directory of a run."),
+        (["--compare", "/nowhere"], "'/nowhere' is not the directory of a run: it has no run.json."),
         (["--out", "/dev/null/run"], "'/dev/null/run' cannot be written: Not a directory. Give another --out."),
         (["--nothing"], "No such option"),
     ],
@@ -383,7 +383,7 @@ def test_directory_of_something_else(cli: Any, write: Any, tmp_path: Path) -> No
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     error = cli("table", write(), "--out", tmp_path / "mine", *CPU).error
-    assert error == f"'{tmp_path / 'mine'}' holds files of something else (thesis.tex). Give a new or empty --out."
+    assert error == f"'{tmp_path / 'mine'}' holds files of something else (thesis.tex). Give a new or empty directory."
     assert files(tmp_path / "mine") == {"thesis.tex": b"mine"}
 
 

@@ -121,6 +121,7 @@ def test_soft_labels_are_attacked() -> None:
         (X, [0, 1, 2, 10], r"labels, image 3: Label 10 is out of range: the victim has 10 classes"),
         (X, SOFT, "labels, image 0: Its soft label has 3 shares; the victim has 10 classes"),
         (iter([X]), [0, 1, 2, 3, 4], "ended after 4 images; labels were stated for 5"),
+        (iter([X, X]), [0, 1, 2, 3], "labels were stated for 4 images, and more follow"),
         (iter([(X, [1, 2])]), None, "label for each of the 4 images. Found 2"),
         (iter([3.5]), None, "Found float"),
         (iter([]), None, "At least one of images"),

@@ -208,7 +208,7 @@ def test_orders_that_are_no_permutations_are_refused(name: str) -> None:
     orders = new_key(SHAPE).orders()
     orders[name] = orders[name].clone()
     orders[name][..., 0] = orders[name][..., 1]
-    with pytest.raises(PrivlabError, match=f"order '{name}' is no permutation"):
+    with pytest.raises(PrivlabError, match=f"order '{name}' is not a permutation"):
         check_fits(orders, SHAPE)
 
 

@@ -187,7 +187,7 @@ def test_a_folder_is_no_key(tmp_path: Path) -> None:
 )
 def test_foreign_files_are_no_keys(tmp_path: Path, content: bytes) -> None:
     write_new(tmp_path / "a", content, private=True)
-    assert "is no key file of privlab, or its header is damaged" in refused(tmp_path / "a")
+    assert "is not a key file of privlab, or its header is damaged" in refused(tmp_path / "a")
 
 
 def test_a_newer_format_is_named(path: Path) -> None:
@@ -226,14 +226,14 @@ def test_no_permutation_is_refused_even_with_a_right_checksum(
 ) -> None:
     key = ModelKey(**(KEY.orders() | {"residual": torch.tensor(wrong)}))
     save_key(key, SHAPE, path, overwrite=True)
-    assert "order 'residual' is no permutation" in refused(path)
+    assert "order 'residual' is not a permutation" in refused(path)
 
 
 def test_every_truncation_is_refused(path: Path) -> None:
     data = path.read_bytes()
     for size in range(0, len(data), 7):
         write_new(path, data[:size], private=True, overwrite=True)
-        assert "no key file" in (message := refused(path)) or "corrupted or truncated" in message
+        assert "not a key file" in (message := refused(path)) or "corrupted or truncated" in message
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_nothing_holds_where_structure_was_not_measured(lost: dict[str, object])
     said, why = word(change(rows, of(rows, 1), **lost))
     assert said == "no evidence"
     named = "structure without its scale (psnr_affine, correlation, gms_affine)"
-    assert why == f": {named} was not measured beside the mirrored image"
+    assert why == f": {named} was not compared with the mirrored image"
     assert word(rows.drop(columns=[*lost])) == (said, why)
 
 
@@ -437,4 +437,4 @@ def test_the_threat_model_is_named() -> None:
     said = scope(records())
     assert "honest-but-curious server that knows the weights, sees the gradients of one release of each image" in said
     assert "Outside it: a server that changes the weights, several rounds of one image" in said
-    assert "sees the features of one release of each image, has images of its own" in scope(records(release="features"))
+    assert "sees the features of one release of each image, owns public images" in scope(records(release="features"))

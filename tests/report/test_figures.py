@@ -23,7 +23,7 @@ from privlab.grids import Figure
 from privlab.report.figures import Scale, write_figures
 from privlab.report.figures.draw import draw
 from privlab.report.tables import CaseFacts, Results
-from privlab.report.tables.leakage import leakage
+from privlab.report.tables.rows import leakage
 from privlab.stores import Place
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("drawing.py"))))

@@ -22,7 +22,7 @@ from privlab.grids import Figure
 from privlab.report.figures import MARKERS, PALETTE, place_labels
 from privlab.report.figures.draw import draw
 from privlab.report.tables import CaseFacts, Results
-from privlab.report.tables.leakage import leakage
+from privlab.report.tables.rows import leakage
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("drawing.py"))))
 IMAGES, GAMMAS, TABLE_5, curves, groups, line, made, naive, record, said, table, texts = (

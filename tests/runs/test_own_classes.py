@@ -1,5 +1,6 @@
 """Attacks and defenses of one's own, by instance: nothing is installed."""
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from privlab.base import PrivlabError
 from privlab.defenses import GradientNoise
 from privlab.evaluation import completed
 from privlab.grids import Engine, specify
+from privlab.release import effects_of
 from privlab.runs import execute
 from privlab.threat import Attack, Feed, GradientDefense
 
@@ -172,6 +174,38 @@ def test_what_an_own_attack_returns_is_checked(how: str, reason: str) -> None:
     failed = frame[frame.attack == "bad"]
     assert set(failed.status) == {"failed"}
     assert all(reason in text for text in failed.reason)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Read a gradient that no client releases."""
+
+    def __call__(self, seen: Any) -> Tensor:
+        """Return images."""
+        return seen.gradients["no.such.weight"]
+
+
+def test_an_error_of_an_own_attack_names_its_line() -> None:
+    frame = privlab.attack("vit_ti", settings="a", attacks=Lost(), **TINY).records
+    (reason,) = set(frame[frame.attack == "lost"].reason)
+    line = inspect.getsourcelines(Lost)[1] + 6
+    assert reason == f"lost: KeyError: 'no.such.weight' ({Path(__file__).name}, line {line})"
+
+
+@dataclass(frozen=True)
+class SmallerHead:
+    """Shrink the gradient of the head's bias alone, which it finds by its name."""
+
+    def release(self, gradients: Mapping[str, Tensor], draws: Sequence[Generator]) -> dict[str, Tensor]:
+        """Return what is released."""
+        return {**gradients, "head.bias": gradients["head.bias"] / 2}
+
+
+def test_a_defense_may_look_for_any_parameter_by_its_name() -> None:
+    frame = privlab.attack("vit_ti", attacks="patch-gradient", defense=SmallerHead(), **TINY).records
+    assert set(frame.status) == {"ok"}
+    model = privlab.victim("vit_ti", weights="random", img_size=32).model
+    assert effects_of(model, [completed(SmallerHead(), "defense")]).gradients == "rounded"
 
 
 @pytest.mark.parametrize(

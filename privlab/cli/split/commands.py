@@ -16,7 +16,7 @@ from privlab.cli import common as shared
 from privlab.cli import options as option
 from privlab.cli.names import PATH, POSITIVE, STACK
 from privlab.cli.split.output import print_event, print_inference, print_training, say, show_event, step_text
-from privlab.split.client.defaults import RETRY_SECONDS
+from privlab.split.defaults import BATCH, IDLE_SECONDS, MESSAGE_MIB, RETRY_SECONDS, SESSIONS
 
 if TYPE_CHECKING:
     from privlab.split import Client
@@ -85,11 +85,13 @@ def split() -> None:
     "--record", type=PATH, help="Record every feature and gradient in this folder, for `privlab audit features`."
 )
 @click.option("--checkpoint-every", type=POSITIVE, default=100, help="Number of steps between checkpoints.")
-@click.option("--max-sessions", type=POSITIVE, default=8, help="Largest number of clients at once.")
-@click.option("--max-batch", type=POSITIVE, default=256, help="Largest number of images in a batch.")
-@click.option("--max-message", type=click.IntRange(1, 2047), default=256, help="Largest size of a message in MiB.")
+@click.option("--max-sessions", type=POSITIVE, default=SESSIONS, help="Largest number of clients at once.")
+@click.option("--max-batch", type=POSITIVE, default=BATCH, help="Largest number of images in a batch.")
+@click.option(
+    "--max-message", type=click.IntRange(1, 2047), default=MESSAGE_MIB, help="Largest size of a message in MiB."
+)
 @click.option("--max-memory", type=POSITIVE, help="Memory of all sessions in MiB.  [default: 80 % of the memory]")
-@click.option("--idle", type=click.FloatRange(min=0, min_open=True), default=300,
+@click.option("--idle", type=click.FloatRange(min=0, min_open=True), default=IDLE_SECONDS,
               help="Seconds of silence after which a session is saved and closed.")  # fmt: skip
 @option.device()
 @shared.common

@@ -16,7 +16,7 @@ from privlab.grids import KNOWN, Figure
 from privlab.report.figures import style
 from privlab.report.figures.data import ENDS, control_of, names_of, notes, scores_of
 from privlab.report.tables import SINGLE, WORST, Results, figure_text
-from privlab.report.tables.table import decimals
+from privlab.report.tables.cells import decimals
 
 _BAR, _BAR_GAP = 0.11, 0.06
 """Heights of a bar, and of the gap between cases, in inches."""
@@ -28,7 +28,7 @@ _NAMES = 0.95
 def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """Draw for each case what the paper printed, what its attack reaches here, and the worst case, with intervals.
 
-    The figures stand beside the bars. The attack behind the worst case stands there too, unless it is the same in all
+    The figures are next to the bars, with the attack behind the worst case, unless it is the same in all
     cases.
     """
     y, cases = figure.y, range(len(results.cases))
@@ -76,7 +76,7 @@ def _most_often(results: Results, metric: str) -> dict[int, str]:
 
 
 def _bar_text(results: Results, case: int, role: style.Role, mean: float) -> str:
-    """Return the text beside a bar: its figure, or "cannot run"."""
+    """Return the text next to a bar: its figure, or "cannot run"."""
     metric, row = results.layout.columns[0], results.row(case, role.kind)
     if row is not None and row.refused and not row.images and role is not style.WORST:
         return "cannot run"

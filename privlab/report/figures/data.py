@@ -8,7 +8,7 @@ import pandas as pd
 from privlab.grids import KNOWN
 from privlab.report.figures.style import MEASURED, PAPER, PUBLISHED, WORST
 from privlab.report.tables import Results, case_names
-from privlab.report.tables.table import some
+from privlab.report.tables.cells import some
 
 ENDS = ["mean", "low", "high"]
 """The columns of `scores_of` that an axis must show."""
@@ -53,7 +53,7 @@ def names_of(results: Results, *, grouped: bool = False) -> list[str]:
 
 
 _GEOMETRIES = {
-    "oracle": "Moved patches are put where they fit best, alike for attacks and controls (oracle geometry).",
+    "oracle": "Moved patches are put where they fit best, for attacks and controls (oracle geometry).",
     "reassembled": "Shuffled patches are put in order by the adversary (reassembled geometry).",
 }
 

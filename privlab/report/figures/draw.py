@@ -13,7 +13,7 @@ from privlab.report.figures.points import draw_curve, draw_trade_off
 from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import figure_style
 from privlab.report.tables import Results
-from privlab.report.tables.table import some
+from privlab.report.tables.cells import some
 
 _DRAW: Mapping[str, Callable[[Results, Figure], matplotlib.figure.Figure]] = {
     "curve": draw_curve,

@@ -26,7 +26,7 @@ _MARK, _APART = 2.6, 7.0
 def place_labels(
     figure: Figure, ax: Axes, joins: Sequence[NDArray[np.float64]], texts: Sequence[str], *, near: bool = False
 ) -> bool:
-    """Write a text beside the last point of each join, clear of all points and of other texts.
+    """Write a text next to the last point of each join, clear of all points and of other texts.
 
     Each text in turn takes the nearest free place, and a thin line leads to its point where that place is not near.
     Where a text finds none, nothing is written, and False is returned.
@@ -36,7 +36,7 @@ def place_labels(
         ax: the axes, in their final limits and scales.
         joins: the points of each label, n × 2 in data coordinates, which a line joins.
         texts: one for each join.
-        near: whether a text may only be within 5 points (1/72 inch) of its own point, must keep 7 from others, and may
+        near: whether a text may only be within 5 points (1/72 inch) of its point, must keep 7 from others, and may
             cover no line.
     """
     canvas = FigureCanvasAgg(figure)

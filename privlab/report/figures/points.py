@@ -139,7 +139,7 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
     """Draw a metric of leakage against one of utility (`correct`, unless x names another): a labelled point per case.
 
     A line joins the points of the paper's attack and of the worst case. Where no utility was measured, the published
-    one is shown, and the axis says so; cases that lack a figure are left out. If names find no room, numbers stand at
+    one is shown, and the axis says so; cases that lack a figure are left out. If names find no room, numbers are at
     the points, with a list beneath.
     """
     x, y = results.layout.columns[1], figure.y

@@ -1,4 +1,4 @@
-"""Contact sheets: reconstructions at the best, the median and the worst score, beside the private image."""
+"""Contact sheets: reconstructions at the best, the median and the worst score, next to the private image."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from privlab.grids import KNOWN, Figure
 from privlab.report.figures import style
 from privlab.report.figures.data import names_of, notes
 from privlab.report.tables import WORST, Results, Scored, attack_label, figure_text
-from privlab.report.tables.table import decimals
+from privlab.report.tables.cells import decimals
 from privlab.stores import Place
 
 _RANKS = ("leakiest", "median", "least leaky")

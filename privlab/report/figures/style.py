@@ -27,7 +27,7 @@ GREY = "0.35"
 _CONTROL: dict[str, Any] = {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 0.7}
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7A5C00")
-"""Colours that the colour-blind can tell apart (Okabe and Ito 2008), and a brown one."""
+"""Colours that the colour-blind can distinguish (Okabe and Ito 2008), and a brown one."""
 
 MARKERS = ("o", "s", "^", "D", "v", "p", "<", ">")
 """The marker of each colour, for print in grey."""
@@ -40,7 +40,7 @@ def figure_style() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Role:
-    """Whose figure a mark shows. Fill, line and hatch tell roles apart even without colour.
+    """Whose figure a mark shows. Fill, line and hatch distinguish roles even without colour.
 
     `kind` is the kind of the row in the leakage table.
     """
@@ -108,7 +108,7 @@ def wrap(lines: Iterable[str], inches: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Where scores stand on an axis: infinite ones at `top`, and zeros of a logarithmic axis at `bottom`.
+    """Where scores are drawn on an axis: infinite ones at `top`, and zeros of a logarithmic axis at `bottom`.
 
     Both are infinite where no score needs them. `finite` holds the least and the greatest finite value that is shown.
     """
@@ -180,7 +180,7 @@ def bar_style(role: Role) -> dict[str, Any]:
 def look(role: Role, color: str | None = None, marker: str | None = None) -> dict[str, Any]:
     """Return the keyword arguments of `Axes.plot` for the marks of a role.
 
-    Line and fill tell roles apart; the marker of a group of cases, and with it the colour, tells groups apart.
+    Line and fill show the role; the marker of a group of cases, and with it the colour, shows the group.
 
     Args:
         role: whose figure the marks show.

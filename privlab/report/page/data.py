@@ -8,8 +8,8 @@ import pandas as pd
 from privlab.base import plain_data
 from privlab.evaluation import CONTROL
 from privlab.report.tables import Results, attack_label, case_names, heading
+from privlab.report.tables.cells import decimals
 from privlab.report.tables.per_image import CELL, sign_of
-from privlab.report.tables.table import decimals
 
 
 def images_of(records: pd.DataFrame) -> pd.DataFrame:

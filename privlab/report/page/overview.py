@@ -1,4 +1,4 @@
-"""The verdict of the page: the paper's attack beside the worst case, and everything that weakens either of them."""
+"""The verdict of the page: the paper's attack and the worst case, and everything that weakens either of them."""
 
 import math
 from collections import Counter
@@ -18,9 +18,9 @@ from privlab.report.tables import (
     metric_title,
     red_flags,
 )
-from privlab.report.tables.leakage import NO_SCORE
+from privlab.report.tables.cells import decimals, some
 from privlab.report.tables.per_image import sign_of
-from privlab.report.tables.table import decimals, some
+from privlab.report.tables.rows import NO_SCORE
 
 _LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
 """The start and the end of the scale in a plot of 200 units, and the place of infinite values."""

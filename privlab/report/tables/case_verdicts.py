@@ -3,7 +3,7 @@
 A leak is shown by an image that is reconstructed exactly, by a certificate (a reconstruction from which the client's
 training gives the released update), or, on 20 images or more, by a metric of privlab's own in which an attack leaks
 more than the leakiest control, beyond the interval of their difference. A case with a leak "leaks"; where a defense is
-at work and there are 20 images or more, that defense is "broken". It "holds" only beside a positive control: an attack
+at work and there are 20 images or more, that defense is "broken". It "holds" only with a positive control: an attack
 that knows the defense, in its stated range, must leak on the undefended release of the same images, with the same
 batch, precision and conditions, and it must leak more there than the interval leaves open under the defense. Every
 other case is "no evidence", with the reason.
@@ -19,11 +19,11 @@ from privlab.evaluation import CONTROL
 from privlab.metrics import METRICS, MIRRORED, STRUCTURE
 from privlab.release import EXPLAINED_RESIDUAL
 from privlab.report.intervals import FEWEST_IMAGES
+from privlab.report.tables.cells import some
 from privlab.report.tables.facts import SHARED_COLUMNS, Facts
 from privlab.report.tables.knowledge import undefended_attack
 from privlab.report.tables.measure import Measure, exact_images, measure
 from privlab.report.tables.per_image import Scored, attack_label
-from privlab.report.tables.table import some
 
 Word = Literal["broken", "leaks", "holds", "no evidence"]
 
@@ -115,7 +115,7 @@ def scope(records: pd.DataFrame) -> str:
     """Return one text on the threat model of every verdict on these records, and on what is outside it."""
     kinds = {*records.reindex(columns=["release"]).release.dropna()}
     seen = " or ".join(sorted(kinds)) or "what is released"
-    images = ", has images of its own" if "features" in kinds else ""
+    images = ", owns public images" if "features" in kinds else ""
     client = ", knows the settings of the client's training" if "update" in kinds else ""
     return (
         f"Threat model: an honest-but-curious server that knows the weights, sees the {seen} of one release of each "
@@ -130,7 +130,7 @@ def verdicts_of(facts: Facts) -> list[CaseVerdict]:
     A leak is shown by any metric of leakage of privlab's own among the columns of the table and `STRUCTURE`
     (`Facts.leaky`); the latter see what PSNR does not, and without them no defense is said to hold. Of m attacks and
     metrics tried, the interval of each difference has the level 1 − (1 − level) / m, as the best of many is ahead by
-    chance (Bonferroni). A metric of another package shows no leak by itself, but nothing holds where it sees one.
+    chance (Bonferroni). A metric of another package shows no leak alone, but nothing holds where it sees one.
     """
     return [_verdict(facts, case) for case in range(len(facts.names))]
 
@@ -203,7 +203,7 @@ def _verdict(facts: Facts, case: int) -> CaseVerdict:
 
 
 def _images(facts: Facts, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the scores of each attack, control and image; an attack's are of the geometry where it leaks most.
+    """Return the scores of each attack, control and image; an attack's come from the geometry where it leaks most.
 
     Its column `geometry` names that.
     """
@@ -241,13 +241,13 @@ def _held(facts: Facts, case: int, found: Sequence[Measure]) -> tuple[str | None
             lambda m: bool(own[m.attack].beyond_range.isna().all()),
         ),
         (
-            f"structure without its scale ({', '.join(STRUCTURE)}) was not measured beside the mirrored image",
+            f"structure without its scale ({', '.join(STRUCTURE)}) was not compared with the mirrored image",
             lambda m: bool(own[m.attack].reindex(columns=list(MIRRORED.values())).notna().any(axis=None)),
         ),
         ("attacks that know the defense failed", lambda m: bool((own[m.attack].status == "ok").all())),
         (f"attacks that know the defense have fewer than {FEWEST_IMAGES} images", lambda m: m.enough),
         (
-            "no positive control; the same attack on the undefended release of the same images, all else alike, is "
+            "no positive control; the same attack on the undefended release of the same images, all else equal, is "
             "added by --setting a,c, or by a case of setting a",
             lambda m: positive[m.attack] is not None,
         ),

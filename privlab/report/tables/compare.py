@@ -8,13 +8,12 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation import EXACT_DB
 from privlab.grids import KNOWN
-from privlab.metrics import DECIBELS
-from privlab.report.tables.leakage import NO_SCORE, Row, Score, measure
+from privlab.metrics import DECIBELS, EXACT_DB
+from privlab.report.tables.cells import figure_text, heading, some
 from privlab.report.tables.per_image import SINGLE
 from privlab.report.tables.results import Results
-from privlab.report.tables.table import figure_text, heading, some
+from privlab.report.tables.rows import NO_SCORE, Row, Score, measure
 
 _ROUNDING_ERROR = 1e-6
 """Relative differences up to this are rounding of float32, on another machine or in another order."""
@@ -96,7 +95,7 @@ _Place = tuple[str, str | None, str]
 
 
 def _names(results: Results) -> list[_Name]:
-    """Return a name for each case: its group, its label, and a number that tells equal names apart."""
+    """Return a name for each case: its group, its label, and a number that distinguishes equal names."""
     names = [(case.group, case.label) for case in results.cases]
     return [(*name, names[:i].count(name)) for i, name in enumerate(names)]
 

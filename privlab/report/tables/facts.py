@@ -6,14 +6,14 @@ from functools import cached_property
 
 import pandas as pd
 
-from privlab.evaluation import CONTROL, EXACT_DB
+from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
-from privlab.metrics import DECIBELS, STRUCTURE
+from privlab.metrics import DECIBELS, EXACT_DB, STRUCTURE
+from privlab.report.tables.cells import figure_text, unit_of
 from privlab.report.tables.knowledge import kinds_in, knows, undone
 from privlab.report.tables.measure import Measure, structure
 from privlab.report.tables.per_image import Scored, lead_metric, sign_of
 from privlab.report.tables.results import Results, case_names
-from privlab.report.tables.table import figure_text, unit_of
 
 _MOST_TEXTS = 3
 """The most texts of a flag that are listed."""

@@ -11,10 +11,10 @@ import pandas as pd
 from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
 from privlab.report.intervals import FEWEST_IMAGES
+from privlab.report.tables.cells import some
 from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, join_first
 from privlab.report.tables.knowledge import AGGREGATION, declared_defenses, knows
 from privlab.report.tables.per_image import Scored
-from privlab.report.tables.table import some
 from privlab.threat import AttackClass, Capability, acts_on
 
 DETERMINISTIC = frozenset(
@@ -135,7 +135,7 @@ def _paired_means(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, f
 
 
 def _split(params: str) -> tuple[dict[str, object], dict[str, float]]:
-    """Return the options of an attack that are no budget, and those that are; breaching's are pairs under `config`."""
+    """Return the options of an attack without budgets, and its budgets; breaching's are pairs under `config`."""
     given: dict[str, Any] = json.loads(params)
     flat = {name: value for name, value in given.items() if name != "config"} | dict(given.get("config") or ())
     budget = {
@@ -205,7 +205,7 @@ def _random_weights(facts: Facts) -> list[str]:
 
 
 def _few_images(facts: Facts) -> list[str]:
-    """Count the different images on which attacks were scored; a case where no attack ran has a flag of its own."""
+    """Count the different images on which attacks were scored; a case where no attack ran has another flag."""
     images = facts.images
     counts = images.loc[~images.control.astype(bool) & (images.image != "")].groupby("case").image.nunique().to_dict()
     return facts.group({case: some(n, "image") for case, n in counts.items() if n < FEWEST_IMAGES})

@@ -23,7 +23,7 @@ Kinds = Mapping[str, frozenset[str]]
 def declared_defenses(attack: str) -> frozenset[str]:
     """Return the defenses that an attack declares to know; for an attack that is not installed there are none.
 
-    One that takes releases of several images tells the images of several clients apart: it knows secure aggregation.
+    One that takes releases of several images separates the images of several clients: it knows secure aggregation.
     """
     kind = installed().get(attack)
     if kind is None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation import CONTROL, EXACT_DB
+from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
-from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
+from privlab.metrics import DECIBELS, EXACT_DB, MIRRORED, STRUCTURE
 from privlab.report.intervals import FEWEST_IMAGES, gain_interval
-from privlab.report.tables.leakage import Score
+from privlab.report.tables.cells import figure_text, some, unit_of
 from privlab.report.tables.per_image import sign_of
-from privlab.report.tables.table import figure_text, some, unit_of
+from privlab.report.tables.rows import Score
 
 _MIRRORED = "the mirrored image"
 """A control that the attack itself gives: its reconstruction, compared with the mirrored image."""
@@ -20,7 +20,7 @@ _MIRRORED = "the mirrored image"
 
 @dataclass(frozen=True)
 class Measure:
-    """What an attack leaks by one metric, beside the leakiest control of the same images.
+    """What an attack leaks by one metric, compared with the leakiest control of the same images.
 
     `mean` is that of the attack over `gain.images` images, and `control_mean` that of the control. `ahead` counts the
     images on which the attack leaks more than the control, `exact` those of `exact_images`. `gain` is the mean of the
@@ -81,7 +81,7 @@ def exact_images(images: pd.DataFrame) -> dict[str, set[str]]:
 
 
 def measure(images: pd.DataFrame, attacks: Sequence[str], metric: str, level: float) -> list[Measure | None]:
-    """Return what each attack leaks beside the leakiest control of the same images; None where that cannot be said.
+    """Return what each attack leaks compared with the leakiest control of the same images; None where it is unknown.
 
     The gain of an image is its score less that of the control, with the sign turned where lower values leak. Decibels
     above 100 count as 100, also infinite ones, as they measure rounding. A metric of `STRUCTURE` has the attack's score

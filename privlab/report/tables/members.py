@@ -1,13 +1,13 @@
-"""Images that the victim saw in training, and those that it did not: what was measured on each, apart."""
+"""Images that the victim saw in training, and those that it did not: what was measured on each."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from privlab.grids import KNOWN
+from privlab.report.tables.cells import figure_text, some
 from privlab.report.tables.per_image import WORST
 from privlab.report.tables.results import Results, case_names
-from privlab.report.tables.table import figure_text, some
 
 _WORDS = {"seen": "seen in training", "not seen": "not seen", "unknown": "unknown"}
 
@@ -55,7 +55,7 @@ def apart(results: Results) -> list[Apart]:
 
 
 def apart_lines(rows: Sequence[Apart]) -> list[str]:
-    """Return a line for each case; counts in it are of images."""
+    """Return a line for each case; it counts images."""
     cases = dict.fromkeys(row.case for row in rows)
     lines = []
     for case in cases:
@@ -65,6 +65,6 @@ def apart_lines(rows: Sequence[Apart]) -> list[str]:
             for word in dict.fromkeys(row.member for row in of_case)
         ]
         metric = of_case[0].metric.replace("_", " ").upper()
-        about = f"members apart, as the manifest states them ({metric}, mean ± standard deviation): "
+        about = f"members and others, as the manifest states them ({metric}, mean ± standard deviation): "
         lines.append(about + (f"{case}: " if len(cases) > 1 else "") + "; ".join(parts))
     return lines

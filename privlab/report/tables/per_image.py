@@ -70,7 +70,7 @@ class Scored:
 
         Columns: case, attack, external (its reference, or empty), image (its SHA-256, or else its name), control,
         scored, failed, the metrics, averaged over the draws that were scored, and exact: 1 where every draw is exact, 0
-        where not, NaN where that was not measured. Beside metrics of `STRUCTURE` stand those against the mirrored image
+        where not, NaN where that was not measured. Metrics of `STRUCTURE` also have a column against the mirrored image
         (`MIRRORED`) where records have them.
         """
         found = self._averaged
@@ -112,7 +112,7 @@ class Scored:
         """Return, for each attack that was scored on a case, the geometry in which it leaks most.
 
         Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images. Of two
-        geometries that leak alike, it is the first by name, which is `in_place`.
+        geometries that leak equally, it is the first by name, which is `in_place`.
         """
         images, lead = self._attacked, lead_metric(self.metrics)
         cells = images.loc[images.scored].groupby([*CELL, "geometry"])[lead].agg(["mean", "count"]).reset_index()
@@ -245,7 +245,7 @@ def groups(rows: pd.DataFrame, by: list[str]) -> tuple[Whole, pd.DataFrame]:
 def _controls(records: pd.DataFrame, control: NDArray[np.bool_], geometry: str) -> NDArray[np.bool_]:
     """Return which rows are the controls of a geometry: its own, and for controls that have none there, those in place.
 
-    Shuffled patches are no control under the oracle: in its order they are the private image.
+    Shuffled patches are not a control under the oracle: in its order they are the private image.
     """
     plain = control & (records.geometry.isna() | (records.geometry == GEOMETRIES[0])).to_numpy(bool)
     own = control & (records.geometry == geometry).to_numpy(bool)

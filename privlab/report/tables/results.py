@@ -15,8 +15,8 @@ import pandas as pd
 from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
 from privlab.grids import Figure, Layout, columns_of, papers_attack
-from privlab.report.tables.leakage import NO_SCORE, Kind, Row, Score, leakage
 from privlab.report.tables.per_image import Scored, lead_metric, sign_of
+from privlab.report.tables.rows import NO_SCORE, Kind, Row, Score, leakage
 from privlab.stores import Place, RunDirectory, places_of
 
 
@@ -137,12 +137,12 @@ def load_results(path: Path) -> Results:
     if "experiment" in facts:
         return _of_experiment(path, facts, records)
     if "specification" not in facts:
-        raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
+        raise PrivlabError(f"'{path}' is not a run of privlab: its run.json has neither experiment nor specification.")
     return results_of(records, columns_of(facts["specification"]["metrics"]), facts=facts, path=path)
 
 
 def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
-    """Return the records that the experiment asked for last; others in the store are of earlier versions of it."""
+    """Return the records that the experiment asked for last; others in the store belong to earlier versions of it."""
     experiment = facts["experiment"]
     wanted = pd.DataFrame(
         [

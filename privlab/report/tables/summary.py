@@ -6,13 +6,13 @@ from typing import Any
 
 import pandas as pd
 
-from privlab.evaluation import CONTROL, EXACT_DB, GEOMETRIES, UNDEFINED, Case
-from privlab.metrics import DECIBELS, PLACEMENT
+from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Case
+from privlab.metrics import DECIBELS, EXACT_DB, PLACEMENT
 from privlab.report.tables.case_verdicts import certified
-from privlab.report.tables.formats import Cell, Column, Line, Table
-from privlab.report.tables.leakage import Row
+from privlab.report.tables.cells import decimals, figure_text, heading, metric_title, some
 from privlab.report.tables.results import Results, case_names
-from privlab.report.tables.table import decimals, figure_text, heading, metric_title, some
+from privlab.report.tables.rows import Row
+from privlab.report.tables.writers import Cell, Column, Line, Table
 from privlab.threat import Client
 
 _SETTINGS = {

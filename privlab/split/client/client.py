@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.split.client.defaults import RETRY_SECONDS
+from privlab.split.defaults import RETRY_SECONDS
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.security import ClientTls, is_loopback, split_address
 from privlab.split.protocol.split_pb2 import Contract as ContractMessage

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_range
 from privlab.release import Recorder, SessionRecorder
+from privlab.split.defaults import BATCH, IDLE_SECONDS, MESSAGE_MIB, SESSIONS
 from privlab.split.protocol.backbone import Backbone, check_cut
 from privlab.split.protocol.checkpoint import SessionCheckpoints, optimizer_state, read, restore_optimizer, write
 from privlab.split.protocol.contract import Contract, Refusal
@@ -268,11 +269,11 @@ class Limits:
         PrivlabError: if a limit is not positive.
     """  # noqa: D205
 
-    sessions: int = 8
-    batch: int = 256
+    sessions: int = SESSIONS
+    batch: int = BATCH
     memory: int = field(default_factory=lambda: psutil.virtual_memory().total * 4 // 5)
-    message: int = 2**28
-    idle: float = 300.0
+    message: int = MESSAGE_MIB * 2**20
+    idle: float = IDLE_SECONDS
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

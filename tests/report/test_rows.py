@@ -24,7 +24,7 @@ from privlab.report.tables import (
     conditions_that_differ,
     headline,
 )
-from privlab.report.tables.leakage import leakage
+from privlab.report.tables.rows import leakage
 
 LAYOUT = Layout(columns=("mse", "psnr", "correct"), paper_attack="april")
 COLUMNS = ["case", "attack", "geometry", "image", "image_sha256", "status", "reason", "seed", "draw", "external"]

@@ -34,8 +34,8 @@ from privlab.report.tables import (
     leakage_table,
     to_tex,
 )
-from privlab.report.tables.formats import Cell, Column, Line
-from privlab.report.tables.leakage import Kind
+from privlab.report.tables.rows import Kind
+from privlab.report.tables.writers import Cell, Column, Line
 
 
 def laid_out(

@@ -126,7 +126,7 @@ def _other_lpips(results: "Results") -> list[str]:
     if not printed or not here or "lpips_alex" in here:
         return []
     return [
-        f"LPIPS: paper: by AlexNet, {first(printed, 12)} / here: {', '.join(here)}, another distance, beside which the "
+        f"LPIPS: paper: by AlexNet, {first(printed, 12)} / here: {', '.join(here)}, another distance, with which the "
         "paper's figures do not stand"
     ]
 

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from privlab.evaluation import CONTROLS
 from privlab.grids import KNOWN, Layout, beside
 from privlab.metrics import METRICS, PLACEMENT
-from privlab.report.tables.formats import Cell, Column, Line, Table
-from privlab.report.tables.leakage import Row, conditions_that_differ
 from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric, sign_of
 from privlab.report.tables.results import Results
+from privlab.report.tables.rows import Row, conditions_that_differ
+from privlab.report.tables.writers import Cell, Column, Line, Table
 
 _MEASURED_KINDS = ("paper", "worst", "single", "attack")
 _SHORT_TITLES = {
@@ -162,7 +162,7 @@ def _notes(results: Results, rows: Sequence[Row], layout: Layout) -> list[str]:
         (
             geometry == "oracle",
             "oracle: before scoring, the evaluator put the patches that were moved where they fit the image best, for "
-            f"attacks and controls alike; {CONTROLS[2]} would be the image itself, and is left out",
+            f"both attacks and controls; {CONTROLS[2]} would be the image itself, and is left out",
         ),
         (geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
     ]
@@ -191,7 +191,7 @@ def _record(row: Row, columns: Sequence[str], verdicts: Mapping[int, str]) -> di
     """Return a row with its figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
 
     For a worst case the last says on how many images each attack reached it, and for the best single attack which one
-    it is. What was not measured is None. If there are verdicts, each is beside its worst case.
+    it is. What was not measured is None. If there are verdicts, each follows its worst case.
     """
     record: dict[str, object] = {"group": row.group, "case": row.label, "row": row.kind, "attack": row.attack}
     record |= {"images": row.images, "exact": row.exact, "failed": row.failed}
