@@ -11,7 +11,8 @@ from torch import Generator, Tensor
 
 from privlab.attacks.solvers import FirstBlocks, Shown, shown_by_round
 from privlab.base import PrivlabError, check_range, full_precision
-from privlab.evaluation import Specification, labelled, source_of
+from privlab.evaluation import labelled, source_of
+from privlab.grids import specify
 from privlab.images import batches
 from privlab.release import each_release, observe_updates, released_parameters
 from privlab.threat import Client, ClientData
@@ -81,8 +82,8 @@ class AdamStudy:
             PrivlabError: if the victim has no learned position embedding, or no photograph can be used.
         """
         base = victim(self.model, weights=self.weights, img_size=self.img_size)
-        spec = Specification(
-            models=(self.model,),
+        spec = specify(
+            model=(self.model,),
             images=(self.images,),
             weights=self.weights,
             img_size=self.img_size,

@@ -10,7 +10,8 @@ from torch import Generator, Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
 from privlab.base import PrivlabError, check_range, collect_warnings
-from privlab.evaluation import Specification, labelled, source_of
+from privlab.evaluation import labelled, source_of
+from privlab.grids import specify
 from privlab.images import batches
 from privlab.metrics import psnr
 from privlab.release import observe_updates
@@ -69,8 +70,8 @@ class AdamPairsStudy:
             PrivlabError: if there are no two photographs, or an attack does not apply to one image either.
         """
         base = victim(self.model, weights=self.weights, img_size=self.img_size)
-        spec = Specification(
-            models=(self.model,),
+        spec = specify(
+            model=(self.model,),
             images=(self.images,),
             weights=self.weights,
             img_size=self.img_size,

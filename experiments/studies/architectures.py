@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from privlab.base import PrivlabError, check_range, first
-from privlab.evaluation import Specification, applicable
+from privlab.evaluation import Case, applicable
 from privlab.evaluation.records import exact_db
+from privlab.grids import specify
 from privlab.runs import execute
 from privlab.victims import as_timm, victim
 
@@ -134,8 +135,8 @@ class ArchitectureStudy:
         found: dict[str, Any] = {}
         for attack, release in ATTACKS.items():
             asked: dict[str, Any] = {"images": (self.images,), "limit": self.limit, "seed": self.seed}
-            asked |= {"release": release, "metrics": ("psnr",), "attacks": (attack,), "models": ("own",)}
-            spec = Specification(**asked, block="stock")
+            asked |= {"release": release, "metrics": ("psnr",), "attack": (attack,), "model": ("own",)}
+            spec = specify(**asked, block="stock")
             refused = applicable(spec, base)[1]
             if refused:
                 found[attack] = {"outcome": "refused", "reason": refused[attack]}
@@ -179,7 +180,7 @@ def _of_transformers(name: str, classes: int) -> nn.Module:
     return vit
 
 
-def _attacked(attack: str, spec: Specification, vit: nn.Module, values: int) -> dict[str, Any]:
+def _attacked(attack: str, spec: Case, vit: nn.Module, values: int) -> dict[str, Any]:
     """Return how an attack did, over all photographs of so many values each."""
     with TemporaryDirectory() as folder:
         frame: Any = execute(spec, Path(folder, "run"), own=vit).records

@@ -17,8 +17,9 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, draw_for, full_precision, write_whole
-from privlab.evaluation import Specification, labelled, source_of
+from privlab.evaluation import Case, labelled, source_of
 from privlab.experiments.methods.reconstruction_bound import fixed_guess, gram, identify, success_bound
+from privlab.grids import specify
 from privlab.images import batches
 from privlab.release import released_gradients, released_parameters
 from privlab.report.intervals import clopper_pearson
@@ -65,8 +66,8 @@ def study(plan: BoundStudy, out: Path, *, say: Callable[[str], object] = print) 
         PrivlabError: if the run has no scores of `gradient-noise` alone, or is not of these photographs.
     """
     rows = _rows(plan)
-    spec = Specification(
-        models=(plan.model,), images=(plan.images,), weights=plan.weights, limit=plan.limit, labels=plan.labels
+    spec = specify(
+        model=(plan.model,), images=(plan.images,), weights=plan.weights, limit=plan.limit, labels=plan.labels
     )
     base = victim(plan.model, weights=plan.weights, img_size=plan.img_size)
     say("computing the gradients of all photographs")
@@ -106,12 +107,12 @@ def _rows(plan: BoundStudy) -> pd.DataFrame:
     return rows.assign(**named)
 
 
-def _photographs(spec: Specification, base: Victim) -> tuple[Float[Tensor, "m c h w"], Float[Tensor, "m m"], set[str]]:
+def _photographs(spec: Case, base: Victim) -> tuple[Float[Tensor, "m c h w"], Float[Tensor, "m m"], set[str]]:
     """Return the photographs as they are fed, the products of their gradients before clipping, and their hashes."""
     names, images, hashes = released_parameters(base.model), [], set[str]()
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     for chunk in batches(source_of(spec, [base]), base.preprocessing, 8):
-        batch, _ = labelled(chunk, base.model, predicted=spec.labels == "predicted")
+        batch, _ = labelled(chunk, base.model, predicted=spec.data.labels == "predicted")
         feed = Feed.undefended(batch.images, base.model.patch)
         with full_precision():
             for name, g in released_gradients(base.model, feed, batch.labels, names).items():

@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from privlab.base import check_name
-from privlab.evaluation import Specification, defense_of
+from privlab.evaluation import Case, defense_of
 from privlab.experiments.studies.data import (
     FineTuning,
     Images,
@@ -96,7 +96,7 @@ class Study:
             check_name("method", method, METHODS)
         check_folder(self.images)
 
-    def specification(self, method: str, weights: str) -> Specification:
+    def specification(self, method: str, weights: str) -> Case:
         """Return the run that attacks the test images under a method."""
         return specify(
             self.model,
@@ -197,7 +197,7 @@ def _concerns(option: str, defense: str) -> bool:
     return name not in defenses or name in defense.split("+")
 
 
-def _records(spec: Specification, run: Path, device: str) -> pd.DataFrame:
+def _records(spec: Case, run: Path, device: str) -> pd.DataFrame:
     """Return the records of a run, which is executed unless it is finished."""
     facts = run / "run.json"
     if facts.exists() and json.loads(facts.read_bytes()).get("status") == "finished":

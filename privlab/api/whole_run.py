@@ -16,13 +16,13 @@ from torch import nn
 
 from privlab.api.steps import Part
 from privlab.base import PrivlabError, unknown_name, warn
-from privlab.evaluation import CONTROL, Specification
-from privlab.grids import IN_PROCESS, Case, Engine, Experiment, Layout, Options, columns_of, prepare, specify
+from privlab.evaluation import CONTROL, Case
+from privlab.grids import IN_PROCESS, Engine, Experiment, GridRow, Layout, Options, columns_of, prepare, specify
 from privlab.grids.fill import fill
 from privlab.images.given import data_of, is_named
 from privlab.report.run import Run
 from privlab.runs import execute, shown_progress
-from privlab.threat import Features, Gradient, Release, Update
+from privlab.threat import Release
 from privlab.victims import Victim, check_plain
 
 
@@ -60,7 +60,7 @@ def attack(
         out: the directory of the run; an unfinished run in it goes on. None keeps it as long as the result is used.
         progress: whether a bar shows the images that are done, in Jupyter and on a terminal.
         options: limit, seed, draws, effort, public, device, batch_size, overwrite, and the other fields of
-            `privlab.evaluation.Specification`.
+            `privlab.evaluation.Case`.
 
     Raises:
         PrivlabError: if something that is asked for does not exist or does not fit, or an attack lacks a capability.
@@ -112,18 +112,18 @@ def grid(
     if len(axes["victim"]) > 1 and not all(isinstance(name, str) for name in axes["victim"]):
         raise PrivlabError("Several victims of a grid are named. Found an object among them: run one grid for each.")
     own, given = _given(axes["victim"][0], images, labels)
-    cases: list[Case] = []
+    cases: list[GridRow] = []
     for point in itertools.product(*axes.values()):
         values = dict(zip(axes, point, strict=True))
         name = values.pop("victim")
         spec = _specified(given | arguments | values | ({"victim": name} if own is None else {}))
         options = {key: text for name, value in values.items() for key, text in _said(name, value).items()}
-        options |= {"victim": spec.models[0]} if len(axes["victim"]) > 1 else {}
+        options |= {"victim": spec.victim.models[0]} if len(axes["victim"]) > 1 else {}
         runs = tuple(replace(spec, draws=1, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
             named = options | ({"setting": setting} if len(spec.settings) > 1 else {})
-            label = ", ".join(f"{name} {text}" for name, text in named.items()) or spec.models[0]
-            cases.append(Case(label, None, runs, named, setting=setting))
+            label = ", ".join(f"{name} {text}" for name, text in named.items()) or spec.victim.models[0]
+            cases.append(GridRow(label, None, runs, named, setting=setting))
     first = cases[0].runs[0]
     how = Options(_engine(first, engine, workers), strips=sys.maxsize, **speed)
     with run_directory(out) as path, shown_progress(shown=progress) as show:
@@ -136,7 +136,7 @@ _LISTS = ("attacks", "metrics")  # of one case
 
 
 def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | None, dict[str, Any]]:  # noqa: ANN401
-    """Return the victim if it is an object, and victim, images and labels as a specification takes them."""
+    """Return the victim if it is an object, and victim, images and labels as a case takes them."""
     own = victim if isinstance(victim, nn.Module | Victim) else None
     if own is None and not isinstance(victim, Sequence):
         check_plain(victim)  # it raises what is wrong
@@ -146,14 +146,13 @@ def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | 
     return own, {"victim": victim if own is None else "own", "images": images, **named}
 
 
-def _specified(arguments: dict[str, Any]) -> Specification:
-    """Return the specification of a run with these arguments of `attack`."""
+def _specified(arguments: dict[str, Any]) -> Case:
+    """Return the case of a run with these arguments of `attack`."""
     for old, new in (("attack", "attacks"), ("setting", "settings")):
         if old in arguments:
             raise unknown_name("option", old, [new])
-    release = _stated_release(arguments.pop("release", None))
     named = {"setting": arguments.pop("settings", None), "attack": arguments.pop("attacks", None)}
-    return specify(arguments.pop("victim"), **named, **release, **arguments)
+    return specify(arguments.pop("victim"), **named, **arguments)
 
 
 @contextmanager
@@ -190,22 +189,7 @@ def _said(name: str, value: Any) -> dict[str, str | float | int]:  # noqa: ANN40
     return {name: getattr(value, "name", type(value).__name__), **shown}
 
 
-def _stated_release(release: Release | str | None) -> dict[str, Any]:
-    """Return a release as fields of the specification."""
-    match release:
-        case str():
-            return {"release": release}
-        case Gradient(batch):
-            return {"release": "gradients", "gradient_batch": batch}
-        case Features(cut_layer, batch):
-            return {"release": "features", "cut_layer": cut_layer, "client_batch": batch}
-        case Update(client):
-            return {"client": client}
-        case None:
-            return {}
-
-
-def _engine(spec: Specification, name: str, workers: int) -> Engine:
+def _engine(spec: Case, name: str, workers: int) -> Engine:
     """Return where tasks run: in this process, with a warning, if other processes cannot have a class or an image."""
     if workers == 1 and name == "local":
         return IN_PROCESS

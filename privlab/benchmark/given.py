@@ -108,7 +108,8 @@ def measure_releases(card: Card, out: Path) -> pd.DataFrame:
     case, folder = card.of.cases[0], card.folder / card.releases
     control = replace(defense_entries(card.track, ["undefended"])[0], victim=card.victim_name)
     undefended = Measurement(control, out=out)
-    spec = replace(undefended.specification(case, "a", card.of.attacks), block="stock")
+    spec = undefended.specification(case, "a", card.of.attacks)
+    spec = replace(spec, victim=replace(spec.victim, block="stock"))
     base = victim_of(spec, _CPU)
     able = [cast(Attack, attack) for group in applicable(spec, base)[0] for attack in group.attacks]
     stated = {"defense": card.name, "defense_params": json.dumps(dict(card.parameters))}

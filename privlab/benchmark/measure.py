@@ -14,7 +14,7 @@ import torch
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import UNDEFENDED, Card, instances
 from privlab.benchmark.tracks import BUNDLED, Track, TrackCase, photographs
-from privlab.evaluation import CONTROL, SCHEMA, Specification, applicable, victim_of
+from privlab.evaluation import CONTROL, SCHEMA, Case, applicable, victim_of
 from privlab.grids import IN_PROCESS, Engine, specify
 from privlab.images import Data, open_images
 from privlab.metrics import MIRRORED
@@ -131,7 +131,7 @@ class Measurement:
         """Return the settings in which a case is measured: undefended, and under the defense if there is one."""
         return ("a",) if self.card.parts == (UNDEFENDED,) else ("a", "c")
 
-    def specification(self, case: TrackCase, setting: str, attacks: Sequence[Any]) -> Specification:
+    def specification(self, case: TrackCase, setting: str, attacks: Sequence[Any]) -> Case:
         """Return the specification of a case under the defense, or in setting "a" without; photographs come later.
 
         Args:
@@ -227,7 +227,7 @@ class Measurement:
         (case,) = (each for each in self.card.of.cases if case_label(each, setting) == row["case"])
         spec = self._with_draws(case, setting)
         if draw or not all(self._directory(spec, name).exists() for name in _runs(spec, BUNDLED)):
-            alone = [each for each in spec.attacks or () if _name(each) == row["attack"]]
+            alone = [each for each in spec.words.attacks or () if _name(each) == row["attack"]]
             spec = replace(self.specification(case, setting, alone), draw=draw)
         self._run(case, spec, BUNDLED)
         (name,) = (name for name, (_, counted) in _runs(spec, BUNDLED).items() if row["image_sha256"] in counted)
@@ -246,23 +246,21 @@ class Measurement:
         spec = replace(self.specification(case, setting, used), draw=draw)
         return _scored(self._run(case, spec, BUNDLED, wanted), self.card.of)
 
-    def _with_draws(self, case: TrackCase, setting: str) -> Specification:
+    def _with_draws(self, case: TrackCase, setting: str) -> Case:
         spec = self.specification(case, setting, self.attacks_on(case, setting))
         return replace(spec, draws=self.card.draws if setting == "c" else 1)
 
-    def _directory(self, spec: Specification, name: str) -> Path:
+    def _directory(self, spec: Case, name: str) -> Path:
         """Return the directory of a run, by the hash of all that makes it."""
         assert self.out is not None
         text = json.dumps([spec.stated(), name], sort_keys=True, default=str)
         return self.out.absolute() / hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _run(
-        self, case: TrackCase, spec: Specification, part: str, wanted: Sequence[str] | None = None
-    ) -> pd.DataFrame:
+    def _run(self, case: TrackCase, spec: Case, part: str, wanted: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the records of a part, or of some of its photographs, with the case and what its clients are."""
         names, found, (setting,) = photographs(part), [], spec.settings
         for name, (attacked, counted) in _runs(spec, part, wanted).items():
-            whole = replace(spec, images=self.how.chosen(part, attacked))
+            whole = replace(spec, data=replace(spec.data, images=self.how.chosen(part, attacked)))
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary, "run") if self.out is None else self._directory(spec, name)
                 done = execute(whole, path, strips=self.out is not None and part == BUNDLED, engine=self.engine)
@@ -277,9 +275,7 @@ def _name(attack: Any) -> str:  # noqa: ANN401
     return getattr(attack, "name", attack)
 
 
-def _runs(
-    spec: Specification, part: str, wanted: Sequence[str] | None = None
-) -> dict[str, tuple[list[str], list[str]]]:
+def _runs(spec: Case, part: str, wanted: Sequence[str] | None = None) -> dict[str, tuple[list[str], list[str]]]:
     """Return the photographs of each run of a part, and those whose rows count, by the name of the run.
 
     There is one run, or two under secure aggregation, where K clients of one image each make a release. Photographs
@@ -287,7 +283,7 @@ def _runs(
     these count where they were first.
     """
     hashes = list(photographs(part)) if wanted is None else list(wanted)
-    K = spec.local_training.clients if spec.local_training else 1
+    K = 1 if spec.client is None else spec.client.clients
     if not (left := len(hashes) % K):
         return {part: (hashes, hashes)}
     return {

@@ -31,7 +31,7 @@ from privlab.benchmark.results import (
 from privlab.benchmark.rule import conclude, judge
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.defenses import DEFENSES
-from privlab.evaluation import Specification, public_images, victim_of
+from privlab.evaluation import Case, public_images, victim_of
 from privlab.grids import IN_PROCESS, Engine
 from privlab.release import observe, observe_updates, predictions, released_parameters, send
 from privlab.report.tables.knowledge import declared_defenses, knows
@@ -146,7 +146,7 @@ def worth_of(card: Card, how: Photographs) -> float:
     return min(fidelity(spec, parts) for spec in undefended)
 
 
-def fidelity(spec: Specification, defense: Sequence[Any]) -> float:
+def fidelity(spec: Case, defense: Sequence[Any]) -> float:
     """Return what a release is still worth on the bundled photographs: a stand-in for utility, without training.
 
     Of features it is the share of photographs whose class the victim keeps, in [0, 1]. Of gradients and updates it is
@@ -172,7 +172,7 @@ def fidelity(spec: Specification, defense: Sequence[Any]) -> float:
         return round(float(kept.double().mean()), 4)
 
     def released(stack: Stack) -> Mapping[str, Tensor]:
-        if (client := spec.local_training) is not None:
+        if (client := spec.client) is not None:
             clients = [ClientData(*each) for each in zip(images.split(1), labels.split(1), draws, strict=True)]
             return observe_updates(model, client, clients, None, stack.parts).gradients
         feed = stack.feed(images, model.patch, draws, key=key())

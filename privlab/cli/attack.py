@@ -89,10 +89,10 @@ def attack(
     spec = specify(**options)
     check_geometry(geometry, spec)
     given = out or shared.begun_directory(spec, "run", overwrite=overwrite)
-    search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
+    search = ", a search of gradient-matching too" if "gradient-matching" in (spec.words.attacks or ()) else ""
     go_on = f"The same command goes on where it was{search}."
     with (
-        shared.reserved(given, [*spec.models, *spec.settings]) as path,
+        shared.reserved(given, [*spec.victim.models, *spec.settings]) as path,
         shared.interruptible(lambda: shared.kept(path, go_on)),
         run_display(quiet=quiet) as shown,
     ):

@@ -19,7 +19,7 @@ from privlab.victims.names import file_and_entry
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
-    from privlab.runs.audit_given import Files
+    from privlab.runs.audited import Files
 
 LEAKED = 3
 """The exit status of `--fail-on-leak` where an image is certified."""

@@ -28,7 +28,7 @@ from privlab.evaluation.names import check_stated
 from privlab.experiments.tables.named import experiment_names
 
 if TYPE_CHECKING:
-    from privlab.evaluation import Specification
+    from privlab.evaluation import Case
     from privlab.training import TrainingProgress
 
 
@@ -118,8 +118,8 @@ def interruptible(kept: Callable[[], str]) -> Iterator[None]:
         raise Interrupted(kept()) from error
 
 
-def begun_directory(spec: "Specification", what: str, *, overwrite: bool) -> Path | None:
-    """Return the directory of an unfinished run of a specification in `runs`, and say so; None if a new one starts.
+def begun_directory(spec: "Case", what: str, *, overwrite: bool) -> Path | None:
+    """Return the directory of an unfinished run of a case in `runs`, and say so; None if a new one starts.
 
     Args:
         spec: what is run.

@@ -59,7 +59,7 @@ def print_result(
         for line in admissions(spec):
             click.echo(f"This defense comes from another package. To check that it does what it says: {line}")
     untrained = records.victim[records.weights == "random"].unique()
-    if len(untrained) and spec.weights == "auto":
+    if len(untrained) and spec.victim.weights == "auto":
         shared.print_on_trained(shared.attack_on_trained(context, untrained), machine=as_json)
     shared.print_failed(run.failed.items())
     return 2 if run.failed else 0
@@ -75,6 +75,6 @@ def _nothing_left(run: Run) -> str | None:
     images = records.image.nunique()
     return (
         f"Nothing could be attacked of {images} image{'s' * (images > 1)}: {reason}. Found --defense "
-        f"{spec.defense}, options {', '.join(spec.options) or 'none'}: let it leave more. That no attack can run is no "
-        "evidence of privacy."
+        f"{spec.defense_name}, options {', '.join(spec.words.options) or 'none'}: let it leave more. That no attack "
+        "can run is no evidence of privacy."
     )

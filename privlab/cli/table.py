@@ -115,7 +115,7 @@ def table(
     status = _print_results(filled, form, standalone, all_attacks, other)
     untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
     specs = [spec for case in parsed.cases for spec in case.runs]
-    if len(untrained) and all(spec.weights == "auto" for spec in specs):
+    if len(untrained) and all(spec.victim.weights == "auto" for spec in specs):
         settings = (spec.settings[0] for spec in specs)
         shared.print_on_trained(shared.table_on_trained(experiment, untrained, settings), machine=form is not None)
     return status

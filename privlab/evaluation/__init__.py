@@ -1,4 +1,4 @@
-"""Runs a specification: observes, attacks, scores, and makes records."""
+"""Runs a case: observes, attacks, scores, and makes records."""
 
 import lazy_loader
 

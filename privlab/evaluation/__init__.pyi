@@ -6,6 +6,15 @@ from .applicable import unread as unread
 from .batch import Batch as Batch
 from .batch import batch_key as batch_key
 from .batch import labelled as labelled
+from .case import Adversary as Adversary
+from .case import Automatic as Automatic
+from .case import Case as Case
+from .case import Choice as Choice
+from .case import Victims as Victims
+from .case import Words as Words
+from .case import admissions as admissions
+from .case import default_attacks as default_attacks
+from .case import defense_of as defense_of
 from .check import Attempt as Attempt
 from .check import ObservationChanged as ObservationChanged
 from .check import as_read as as_read
@@ -46,10 +55,3 @@ from .setup import source_of as source_of
 from .setup import subject_of as subject_of
 from .setup import uncached as uncached
 from .setup import victim_of as victim_of
-from .specification import Specification as Specification
-from .specification import admissions as admissions
-from .specification import default_attacks as default_attacks
-from .specification import defense_kind as defense_kind
-from .specification import defense_of as defense_of
-from .specification import name_of as name_of
-from .specification import reassembly_of as reassembly_of

@@ -4,13 +4,11 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from privlab.base import PrivlabError, first, warn
-from privlab.evaluation.specification import (
-    Specification,
-    attack_kind,
-    attack_of,
+from privlab.evaluation.case import (
+    AnyAttack,
+    Case,
     default_attacks,
     defense_of,
-    name_of,
 )
 from privlab.release import (
     AnyDefense,
@@ -57,7 +55,7 @@ class AttackGroup:
         return list(dict.fromkeys(names))
 
 
-def plan(spec: Specification, base: Victim) -> list[AttackGroup]:
+def plan(spec: Case, base: Victim) -> list[AttackGroup]:
     """Return the attacks of one victim in groups; --block auto is the stock block where attacks can run, else April's.
 
     That no attack reads what a client releases is a result, and no evidence of privacy: there are no groups then.
@@ -70,7 +68,7 @@ def plan(spec: Specification, base: Victim) -> list[AttackGroup]:
     """
     groups, refused = applicable(spec, base)
     refusals = [f"{base.name}: {refusal}" for refusal in refused.values()]
-    if refusals and spec.attacks is not None:
+    if refusals and spec.adversary.attacks is not None:
         raise PrivlabError(refusals[0])
     if refusals and not groups:
         warn(f"{base.name}: no evidence: {_none_runs(refused)}")
@@ -92,9 +90,7 @@ def _none_runs(refused: Mapping[str, str]) -> str:
     return f"No attack can run. {names[0]}{more}: {reason}{others}"
 
 
-def applicable(
-    spec: Specification, base: Victim, *, stand_ins: bool = False
-) -> tuple[list[AttackGroup], dict[str, str]]:
+def applicable(spec: Case, base: Victim, *, stand_ins: bool = False) -> tuple[list[AttackGroup], dict[str, str]]:
     """Return the groups of the attacks that can run on a victim, and for each other attack the reason why it cannot.
 
     Attacks that are not named come cheapest first, in the order of the registry; the group of the dearest one is last.
@@ -110,16 +106,16 @@ def applicable(
             no classifier where the clients' loss has labels.
     """
     base.model.check_cut_layer(spec.cut_layer)
-    if not spec.features_released and (spec.local_training is None or spec.local_training.has_labels):
+    if not spec.features_released and (spec.client is None or spec.client.has_labels):
         check_classifies(base.model)
     groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
     for name, given in _candidates(spec, effects_of(base.model, defense), Stack(defense).mixes_images).items():
         running = {attack.name for group in groups.values() for attack in group.attacks}
-        if spec.attacks is None and not stand_ins and stands_in(attack_kind(given), running):
+        if spec.adversary.attacks is None and not stand_ins and stands_in(given, running):
             continue
-        attack = attack_of(given, spec)
+        attack = spec.adversary.made(given) if isinstance(given, type) else given
         try:
             home = _home(attack, spec, base, defense, groups)
         except PrivlabError as refusal:
@@ -135,20 +131,20 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
     return any(name in running for name in attack_declarations(attack).stands_in_for)
 
 
-def _candidates(spec: Specification, effects: Effects, mixes: bool) -> dict[str, str | Attack | FeatureAttack]:
+def _candidates(spec: Case, effects: Effects, mixes: bool) -> dict[str, AnyAttack | AttackClass]:
     """Return the attacks that are given, or else those of this release, client, defense (its effects) and effort."""
-    if spec.attacks is not None:
-        return {name_of(attack): attack for attack in spec.attacks}
+    if spec.adversary.attacks is not None:
+        return {attack.name: attack for attack in spec.adversary.attacks}
     return {
-        name: name
-        for name, kind in default_attacks(spec.effort).items()
+        name: kind
+        for name, kind in default_attacks(spec.adversary.effort).items()
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
         and (Capability.PERMUTED_VALUES not in kind.requires or effects.values)
         and (Capability.FILTERED_IMAGES not in kind.requires or effects.other)
         and (Capability.MIXED_IMAGES not in kind.requires or mixes)
-        and (Capability.CLIENT_UPDATE not in kind.requires or spec.local_training is not None)
-        and unread(kind, spec.local_training, filtered=spec.defends_gradients) is None
+        and (Capability.CLIENT_UPDATE not in kind.requires or spec.client is not None)
+        and unread(kind, spec.client, filtered=spec.defends_gradients) is None
     }
 
 
@@ -187,15 +183,15 @@ def unread(
 
 def _home(
     attack: Attack | FeatureAttack,
-    spec: Specification,
+    spec: Case,
     base: Victim,
     defense: Sequence[AnyDefense],
     groups: dict[str, AttackGroup],
 ) -> Victim:
     """Return the first allowed block variant on which an attack may run; a variant that `groups` has is used again."""
-    client = spec.local_training
+    client, public = spec.client, spec.adversary.public_limit
     if spec.features_released:
-        check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense, spec.cut_layer))
+        check_capabilities(attack, feature_capabilities(base.model, public, defense, spec.cut_layer))
         return base
     if (reason := unread(attack, client, filtered=spec.defends_gradients)) is not None:
         raise PrivlabError(reason)
@@ -205,15 +201,15 @@ def _home(
             f"Attack '{attack.name}' needs {first(left, 3)}, which this client did not train (client.trains="
             f"{client.trains}). That it does not run is no evidence of privacy."
         )
-    blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
-    force = spec.force and spec.block != "auto"
+    blocks = ("stock", "april") if spec.victim.block == "auto" else (spec.victim.block,)
+    force = spec.adversary.force and spec.victim.block != "auto"
     refusal: PrivlabError | None = None
     anywhere: frozenset[Capability] = frozenset()
     for block in blocks:
         try:
             variant = groups[block].victim if block in groups else base.with_block(block)
             if client is None:
-                grants = gradient_capabilities(variant.model, defense, spec.gradient_batch, public=spec.public_limit)
+                grants = gradient_capabilities(variant.model, defense, spec.release.images, public=public)
             else:
                 variant = variant if block in groups else replace(variant, model=served(variant.model, client))
                 grants = update_capabilities(variant.model, client, defense)
@@ -230,9 +226,9 @@ def _home(
     raise refusal
 
 
-def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
+def _because(base: Victim, spec: Case) -> dict[Capability, str]:
     """Return why a capability is not granted, where its own text does not say."""
-    found, client = obstacles(base.model), spec.local_training
+    found, client = obstacles(base.model), spec.client
     if client is not None and client.released_images > 1:
         several = [name for name in ("clients", "images") if getattr(client, name) > 1]
         of = " and ".join(f"client.{name}={getattr(client, name)}" for name in several)

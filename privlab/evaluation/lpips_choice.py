@@ -1,6 +1,6 @@
 """By which network a run that asks for "lpips" is scored: AlexNet where it can be had, else the SqueezeNet of privlab.
 
-The choice is made once, at the start of a run, and stands in its specification and in the name of the column. A run
+The choice is made once, at the start of a run, and stands in its case and in the name of the column. A run
 that goes on keeps it.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from privlab.evaluation.specification import Specification
+from privlab.evaluation.case import Case
 from privlab.metrics import net_at_hand
 from privlab.metrics.names import LPIPS
 
@@ -49,10 +49,8 @@ def named_lpips(names: Iterable[str], metric: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(metric if name == LPIPS and metric is not None else name for name in names))
 
 
-def with_lpips(
-    spec: Specification, begun: Mapping[str, Any], *, download: bool = True
-) -> tuple[Specification, str | None]:
-    """Return a specification that names the metric which "lpips" stands for, and a warning as `choose_lpips` does.
+def with_lpips(spec: Case, begun: Mapping[str, Any], *, download: bool = True) -> tuple[Case, str | None]:
+    """Return a case that names the metric which "lpips" stands for, and a warning as `choose_lpips` does.
 
     Args:
         spec: what is run; it is returned as it is if it does not ask for "lpips".

@@ -1,11 +1,11 @@
-"""The names that a specification may give, which cost no import of torch: settings, attacks, defenses and the like."""
+"""The names that a case may give, which cost no import of torch: settings, attacks, defenses and the like."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, check_name, configure, read_options
+from privlab.base import PrivlabError, check_name, check_range, configure, read_options
 from privlab.defenses import defenses
 from privlab.metrics.names import LPIPS, metric_names
 from privlab.threat.client import CLIENT_PRESETS, OPTIMISERS, Client
@@ -89,12 +89,42 @@ def client_options(options: Sequence[str]) -> list[str]:
     return [option for option in options if option.strip().startswith("client.")]
 
 
+def client_of(name: str, options: Sequence[str]) -> Client:
+    """Return the client of a name, an optimiser or a preset, with the options that are meant for it.
+
+    An option for `steps` takes the place of a preset's `epochs`, and one for `epochs` that of its `steps`.
+
+    Raises:
+        PrivlabError: if an option is unknown, of another type, or of a value that is private or out of range.
+    """
+    own = client_options(options)
+    for option in own:
+        key, _, value = (part.strip() for part in option.partition("="))
+        if value in ("unknown", "private"):
+            raise PrivlabError(
+                f"What a client sets is public here: an attack knows it. Found {key}={value}: state the likeliest "
+                "value. `privlab audit update` of one image and SGD fits a decay that is left out and a rate."
+            )
+    read_options(own, [Client])
+    given = asdict(CLIENT_PRESETS.get(name) or Client(optimiser=name))
+    keys = {option.partition("=")[0].strip().removeprefix("client.") for option in own}
+    lengths = {"steps", "epochs"}
+    if keys & lengths:
+        given = {key: value for key, value in given.items() if key not in lengths}
+    return configure(Client, own, given)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that generators do not take."""
+    check_range(0 <= seed < 2**63, "seed", "in [0, 2^63 − 1]", seed)
+
+
 def check_stated(stated: Mapping[str, Any]) -> None:
-    """Refuse values that are out of range or contradict each other, as far as no class is needed to see it.
+    """Refuse words that are out of range or contradict each other, as far as no class is needed to see it.
 
     Args:
-        stated: fields of `Specification` by name: block, force, seed, gamma, settings, release, client, gradient_batch
-            and options.
+        stated: what is asked for by name: block, force, seed, gamma, settings, release, client, gradient_batch and
+            options.
 
     Raises:
         PrivlabError: for the first such value.
@@ -104,20 +134,15 @@ def check_stated(stated: Mapping[str, Any]) -> None:
             raise PrivlabError(f"--set takes KEY=VALUE or NAME.KEY=VALUE. Found '{option}'.")
     if stated["force"] and stated["block"] == "auto":
         raise PrivlabError("force runs attacks on a block that is named. Found block auto: give stock or april.")
-    if not 0 <= stated["seed"] < 2**63:
-        raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {stated['seed']}.")
-    if (gamma := stated["gamma"]) is not None and not 0 <= gamma <= 1:
-        raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {gamma}.")
-    options = client_options(stated["options"])
-    if stated["client"] is not None:
-        _check_client(stated, options)
-    elif stated["release"] == "update" or options:
-        found = options[0].strip() if options else "release 'update'"
-        raise PrivlabError(f"An update is released by a client. Found {found} and no client: give --client sgd.")
-
-
-def _check_client(stated: Mapping[str, Any], options: Sequence[str]) -> None:
-    """Check that an update is released by itself, and that the options of its client are in range."""
+    check_seed(stated["seed"])
+    if (gamma := stated["gamma"]) is not None:
+        check_range(0 <= gamma <= 1, "gamma (γ)", "in [0, 1]", gamma)
+    if stated["client"] is None:
+        options = client_options(stated["options"])
+        if stated["release"] == "update" or options:
+            found = options[0].strip() if options else "release 'update'"
+            raise PrivlabError(f"An update is released by a client. Found {found} and no client: give --client sgd.")
+        return
     if stated["release"] not in ("auto", "update"):
         raise PrivlabError(f"A client releases its update. Found --release {stated['release']}: leave it out.")
     if (images := stated["gradient_batch"]) > 1:
@@ -130,8 +155,4 @@ def _check_client(stated: Mapping[str, Any], options: Sequence[str]) -> None:
             f"Setting b compares with the image that is fed, and a defense feeds another one in each step of a "
             f"client. Found setting {','.join(stated['settings'])} and an update: take a or c."
         )
-    if any(option.partition("=")[2].strip() in ("unknown", "private") for option in options):
-        return  # the specification says what to state instead
-    read_options(options, [Client])
-    preset = CLIENT_PRESETS.get(stated["client"]) or Client(optimiser=stated["client"])
-    configure(Client, options, asdict(preset) | {"steps": None, "epochs": None})  # one that is set replaces both
+    client_of(stated["client"], stated["options"])

@@ -9,8 +9,8 @@ from torch import Generator, Tensor
 
 from privlab.base import draw_for
 from privlab.evaluation.batch import Batch, Seen
+from privlab.evaluation.case import shuffles
 from privlab.evaluation.records import Record
-from privlab.evaluation.specification import shuffles
 from privlab.release import observe, observe_features, observe_updates, released_parameters, send
 from privlab.threat import (
     Client,

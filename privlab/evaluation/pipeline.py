@@ -17,12 +17,12 @@ from torch import Tensor
 from privlab.base import warn
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, attacked_together, each_release, labelled
+from privlab.evaluation.case import Case
 from privlab.evaluation.check import Attempt, attempt, timed
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.observing import Clients, Trial, unsound_release
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, explained_by, known_slots
-from privlab.evaluation.specification import Specification, reassembly_of
 from privlab.images import Chunk, NamedImage, Others
 from privlab.metrics import Learned, as_sent, assign_images, crosses, match_images
 from privlab.release import predictions
@@ -85,7 +85,7 @@ class Evaluator:
     the reconstructions of an earlier run, by CELL/IMAGE, these are scored and no attack runs.
     """
 
-    spec: Specification
+    spec: Case
     base: Victim
     groups: Sequence[AttackGroup]
     metrics: Sequence[str]
@@ -103,7 +103,7 @@ class Evaluator:
 
     def __call__(self, chunk: Chunk) -> Scored:
         """Observe, attack and score one chunk: in each setting, the clients release, and each attack is scored."""
-        client, predicted = self.spec.local_training, self.spec.labels == "predicted"
+        client, predicted = self.spec.client, self.spec.data.labels == "predicted"
         multi_label = client is not None and client.loss == "binary"
         batch, unusable = labelled(chunk, self.base.model, predicted=predicted, multi_label=multi_label)
         records = [
@@ -132,7 +132,7 @@ class Evaluator:
     @cached_property
     def _scorer(self) -> Scorer:
         several = self.spec.together is not None
-        return Scorer(self.base.model, self.metrics, self.learned, reassembly_of(self.spec, self.base), several)
+        return Scorer(self.base.model, self.metrics, self.learned, self.spec.adversary.reassembly, several)
 
     # Observe
 
@@ -140,7 +140,7 @@ class Evaluator:
         """Return the clients of a setting, which decides on their defense."""
         spec = self.spec
         key = self.base.weights.sha256
-        return Clients(spec.client_release, self.rows.defenses[setting], spec.seed, spec.draw, key)
+        return Clients(spec.release, self.rows.defenses[setting], spec.seed, spec.draw, key)
 
     def _trial(self, setting: str, batch: Batch) -> Trial:
         """Return what the clients feed and send, and the reference of the setting."""
@@ -232,7 +232,7 @@ class Evaluator:
         assert seen is not None
         filters = self.rows.defenses[trial.setting].on_gradients
         records = [
-            row | fact | _failed(unsound_release(self.spec.client_release, filters))
+            row | fact | _failed(unsound_release(self.spec.release, filters))
             for image, fact, fine in zip(trial.batch.named, trial.facts, sound, strict=True)
             for row in ([] if fine else self.rows.of(image, trial.setting, group))
         ]
@@ -312,7 +312,7 @@ class Evaluator:
         """
         batch = trial.batch
         key = (trial.setting, group.victim.block, batch.together, attack.name)
-        made = attempt(attack, seen, lambda work: self._once(key, work), force=self.spec.force)
+        made = attempt(attack, seen, lambda work: self._once(key, work), force=self.spec.adversary.force)
         if made.reconstruction is None:
             return made
         found, several = made.reconstruction, isinstance(seen, Observation) and seen.images_per_release > 1
@@ -407,7 +407,7 @@ class Evaluator:
         own = self.rows.cells(setting, [])[CONTROLS[0]]
         self._show(trial, f"{own}-private", trial.batch.images, ["private image"] * b)
         told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
-        if self.spec.local_training is not None and self.rows.defenses[setting].changes_images:
+        if self.spec.client is not None and self.rows.defenses[setting].changes_images:
             told = f"private, setting {setting}\nchanged anew in each step"
         self._show(trial, f"{own}-fed", trial.feed.images, [told] * b)
         if trial.sent is not None:

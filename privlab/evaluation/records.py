@@ -15,15 +15,14 @@ import privlab
 from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw
 from privlab.evaluation.applicable import AttackGroup
-from privlab.evaluation.names import GEOMETRIES, check_names
-from privlab.evaluation.specification import (
-    Specification,
+from privlab.evaluation.case import (
+    Automatic,
+    Case,
     defense_of,
     options_stated,
-    part_of,
-    reassembly_of,
     shuffles,
 )
+from privlab.evaluation.names import GEOMETRIES, check_names
 from privlab.images import NamedImage, as_text, one_line
 from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
@@ -97,14 +96,16 @@ def cell_key(row: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 
 
-def check_geometry(geometry: str, spec: Specification) -> None:
+def check_geometry(geometry: str, spec: Case) -> None:
     """Check that some row of a run has this geometry.
 
     Raises:
         PrivlabError: if the geometry is unknown, or there is nothing to re-assemble.
     """
     check_names("geometry", [geometry])
-    shuffled = any(part == "auto" or kinds_of(part_of(part, spec)) & {"shuffled", "masked"} for part in spec.parts)
+    shuffled = isinstance(spec.defense, Automatic) or any(
+        kinds_of(part) & {"shuffled", "masked"} for part in spec.parts
+    )
     if geometry == GEOMETRIES[2] and ("c" not in spec.settings or spec.features_released or not shuffled):
         release = "features" if spec.features_released else "gradients"
         raise PrivlabError(
@@ -120,7 +121,7 @@ class Rows:
     `public` are the hashes of the public photographs: controls are made of them, and attacks may use them.
     """
 
-    spec: Specification
+    spec: Case
     base: Victim
     public: Sequence[str]
     _known: dict[tuple[str, str, str | None, str | None], Record] = field(default_factory=dict, init=False, repr=False)
@@ -152,7 +153,7 @@ class Rows:
 
     def shuffled(self, setting: str) -> bool:
         """Return whether gradients of shuffled patches with borders are released."""
-        return shuffles(self.spec.client_release, self.base.model, self.defenses[setting])
+        return shuffles(self.spec.release, self.base.model, self.defenses[setting])
 
     def control(self, image: NamedImage, setting: str, name: str) -> Record:
         """Return the row of one image under a negative control, one of `CONTROLS`, in place and without scores.
@@ -222,7 +223,7 @@ class Rows:
             "weights_sha256": self.base.weights.sha256,
             "release": self.spec.released,
             "cut_layer": self.spec.cut_layer if self.spec.features_released else None,
-            "effort": self.spec.effort,
+            "effort": self.spec.adversary.effort,
             "seed": self.spec.seed,
             "draw": self.spec.draw,
             "device": str(mean.device),
@@ -235,27 +236,27 @@ class Rows:
 
     def _conditions(self) -> dict[str, object]:
         """Return what else a score depends on: labels, rounding, public images, the client, and re-assembly."""
-        spec = self.spec
+        spec, labels = self.spec, self.spec.data.labels
         given: dict[str, object] = {
-            "labels": spec.labels if spec.labels in (None, "predicted") else _digest(Path(spec.labels)),
+            "labels": labels if labels in (None, "predicted") else _digest(Path(labels)),
             "eight_bit": spec.eight_bit,
             "public": hashlib.sha256("/".join(self.public).encode()).hexdigest()[:16],
         }
         if spec.features_released:
-            given["client_batch"] = spec.client_batch
+            given["client_batch"] = spec.release.images
             given |= {"cut_layer": spec.cut_layer} if spec.cut_layer else {}  # 0 has the keys of before there was one
-        elif spec.local_training is not None:
-            client = asdict(spec.local_training)
+        elif spec.client is not None:
+            client = asdict(spec.client)
             if client["clients"] == 1:  # has the keys of before there was a mean of several
                 del client["clients"]
             given["client"] = client
         elif spec.together:
-            given["gradient_batch"] = spec.gradient_batch
-        if (by := reassembly_of(spec, self.base)) != Borders():
+            given["gradient_batch"] = spec.release.images
+        if (by := spec.adversary.reassembly) != Borders():
             patches = (self.base.model.grid, self.base.model.patch)
             own = {"weights": _digest(by.file(*patches))} if isinstance(by, Predicted) else {}
             given["reassembly"] = {by.name: asdict(by) | own}
-        return given | ({"force": True} if spec.force else {})
+        return given | ({"force": True} if spec.adversary.force else {})
 
 
 def _digest(path: Path) -> str:

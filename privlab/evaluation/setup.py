@@ -1,4 +1,4 @@
-"""Makes the parts of a run from its specification: victims, attacks, images and learned metrics, with warnings."""
+"""Makes the parts of a run from its case: victims, attacks, images and learned metrics, with warnings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation.applicable import AttackGroup, applicable
-from privlab.evaluation.records import Rows
-from privlab.evaluation.specification import Specification, defense_of, reassembly_of
+from privlab.evaluation.case import Case, defense_of
 from privlab.images import Data, Preprocessing, open_images, problem_of_label
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
+from privlab.reassembly import Predicted
 from privlab.threat import CLIENT_PRESETS
 from privlab.victims import Victim, victim
 
@@ -33,26 +33,21 @@ class Subject:
     refused: Mapping[str, str]
     public: Mapping[str, Tensor]
 
-    def rows(self, spec: Specification) -> Rows:
-        """Return what the rows of a specification state."""
-        return Rows(spec, self.base, tuple(self.public))
 
-
-def victim_of(spec: Specification, device: torch.device) -> Victim:
-    """Return the victim of a specification with one victim; the last two are cached, as cases often share one.
+def victim_of(spec: Case, device: torch.device) -> Victim:
+    """Return the victim of a case with one victim; the last two are cached, as cases often share one.
 
     Raises:
         PrivlabError: if there is no such victim, or its weights do not fit.
     """
-    names = ("weights", "img_size", "seed", "classes", "normalisation")
-    base, messages = _victim(spec.models[0], device, **{name: getattr(spec, name) for name in names})
+    base, messages = _victim(spec.victim.models[0], device, **spec.victim.options(spec.seed))
     for message in messages:  # what weakens a victim weakens each run on it
         warn(message)
     return base
 
 
-def subject_of(spec: Specification, device: torch.device, own: Victim | None = None) -> Subject:
-    """Return the victim, attacks and public images of a specification with one victim.
+def subject_of(spec: Case, device: torch.device, own: Victim | None = None) -> Subject:
+    """Return the victim, attacks and public images of a case with one victim.
 
     Args:
         spec: what is run.
@@ -60,16 +55,15 @@ def subject_of(spec: Specification, device: torch.device, own: Victim | None = N
         own: a victim that is attacked instead of the one that `spec` names; it is on the device.
 
     Raises:
-        PrivlabError: if a part of the specification does not exist or does not fit.
+        PrivlabError: if a part of the case does not exist or does not fit.
     """
     base = victim_of(spec, device) if own is None else own
     defense_of(spec, base, spec.settings[0])
-    reassembly_of(spec, base)
+    if isinstance(order := spec.adversary.reassembly, Predicted):
+        order.predictor(base.model.grid, base.model.patch)
     groups, refused = applicable(spec, base)
     on_device = tuple(AttackGroup(group.victim.to(device), group.attacks) for group in groups)
-    return Subject(
-        base, on_device, refused, _public(spec.public, spec.public_limit, base.preprocessing, device, spec.bit_depth)
-    )
+    return Subject(base, on_device, refused, public_of(spec, base, kept=True))
 
 
 @lru_cache(maxsize=2)
@@ -81,7 +75,7 @@ def _victim(name: str, device: torch.device, **options: Any) -> tuple[Victim, tu
     return made, tuple(messages)
 
 
-def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> Data:
+def source_of(spec: Case, victims: Sequence[Victim], *, check: bool = True) -> Data:
     """Open the images of a run; class folders named by WordNet ids get ImageNet's labels where victims have them.
 
     Args:
@@ -95,23 +89,14 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
             labels that the victims do not have.
     """
     wnids = imagenet_classes() if all(base.model.vit.num_classes == 1000 for base in victims) else None
-    images, split = _one_or_all(spec.images), spec.split
+    data = spec.data
+    images, split = _one_or_all(data.images), data.split
+    chosen = {name: value for name, value in vars(data).items() if name not in ("images", "split")}
     if isinstance(images, str) and images.startswith("hf:"):
         images, split = _stream(images, split), None
-    source = open_images(
-        images,
-        limit=spec.limit,
-        every=spec.every,
-        offset=spec.offset,
-        manifest=spec.manifest,
-        split=split,
-        labels=spec.labels,
-        class_to_index=wnids,
-        bit_depth=spec.bit_depth,
-        check=check,
-    )
+    source = open_images(images, split=split, **chosen, class_to_index=wnids, check=check)
     classes = [base.model.classes for base in victims if base.model.classes]
-    for where, target in source.stated if classes and spec.labels is None else ():
+    for where, target in source.stated if classes and data.labels is None else ():
         if problem := problem_of_label(target, min(classes)):
             raise PrivlabError(f"{where}: {problem}")
     _check_enough(source, spec)
@@ -124,22 +109,21 @@ def _stream(name: str, split: str | None) -> Data:
     return open_images(name, split=split)
 
 
-def _check_enough(source: Data, spec: Specification) -> None:
+def _check_enough(source: Data, spec: Case) -> None:
     """Check that there are as many images as are released together.
 
     Raises:
         PrivlabError: if there are fewer, with what would be right.
     """
-    client, count = spec.local_training, source.count
-    size = spec.gradient_batch if client is None else client.released_images
-    if count is None or count >= size:
+    client, count, size = spec.client, source.count, spec.release.images
+    if spec.features_released or count is None or count >= size:
         return
     K = 1 if client is None else client.clients
     name = "gradient_batch" if client is None else "client.images" if K == 1 else "client.clients times client.images"
     fewer = f"--gradient-batch {count}" if client is None else f"--set client.images={count // K}"
     fewer = fewer if count >= K else f"--set client.clients={count} --set client.images=1"
-    preset = f", by the preset {spec.client}" if spec.client in CLIENT_PRESETS else ""
-    limit = "" if spec.limit is None else ", and no smaller --limit"
+    preset = f", by the preset {spec.words.client}" if spec.words.client in CLIENT_PRESETS else ""
+    limit = "" if spec.data.limit is None else ", and no smaller --limit"
     raise PrivlabError(
         f"{name} must be at most the number of images, {count}. Found {size}{preset}: give --images with {size} or more"
         f"{limit}, or {fewer}."
@@ -180,6 +164,19 @@ def public_images(
 _public = lru_cache(maxsize=2)(public_images)
 
 
+def public_of(spec: Case, base: Victim, *, kept: bool = False) -> dict[str, Tensor]:
+    """Return the public photographs of the adversary by their hash, as the victim is fed them.
+
+    Args:
+        spec: names the sources, and how many photographs are taken.
+        base: the victim, on the device where the photographs are kept.
+        kept: whether those of an earlier call may be returned.
+    """
+    read, adversary = _public if kept else public_images, spec.adversary
+    device = base.model.mean.device
+    return read(adversary.public, adversary.public_limit, base.preprocessing, device, spec.data.bit_depth)
+
+
 @contextmanager
 def uncached() -> Iterator[None]:
     """Use no victim, metric or public image that an earlier run loaded, since files change, and keep none after."""
@@ -197,7 +194,7 @@ def uncached() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def learned_for(
-    metrics: tuple[str, ...], spec: Specification, device: torch.device, base: Victim
+    metrics: tuple[str, ...], spec: Case, device: torch.device, base: Victim
 ) -> tuple[dict[str, Learned], dict[str, str]]:
     """Return `learned_metrics` for some metrics and one victim, loaded once for all tasks of a case.
 
@@ -211,7 +208,7 @@ def learned_for(
 
 
 def learned_metrics(
-    spec: Specification, device: torch.device, victims: Sequence[Victim]
+    spec: Case, device: torch.device, victims: Sequence[Victim]
 ) -> tuple[dict[str, Learned], dict[str, str]]:
     """Return the metrics with trained weights by name, and for each metric that cannot be computed here the reason.
 

@@ -1,9 +1,9 @@
 from .definition import CHOICE as CHOICE
 from .definition import FIGURES as FIGURES
 from .definition import KNOWN as KNOWN
-from .definition import Case as Case
 from .definition import Experiment as Experiment
 from .definition import Figure as Figure
+from .definition import GridRow as GridRow
 from .definition import Layout as Layout
 from .definition import beside as beside
 from .definition import columns_of as columns_of
@@ -22,7 +22,7 @@ from .plan import Grid as Grid
 from .plan import lay_out as lay_out
 from .plan import missing as missing
 from .plan import own_victim as own_victim
-from .specify import specification_of as specification_of
+from .specify import case_of as case_of
 from .specify import specify as specify
 from .tasks import Options as Options
 from .tasks import Result as Result

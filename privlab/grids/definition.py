@@ -9,9 +9,9 @@ from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, check_name, read_text
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.evaluation.lpips_choice import choose_lpips, named_lpips
-from privlab.grids.specify import specify
+from privlab.grids.specify import OPTIONS, specify
 from privlab.grids.toml_file import ANYTHING, TomlFile
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 from privlab.metrics.names import LPIPS
@@ -34,16 +34,16 @@ CHOICE = ("limit", "every", "offset", "manifest")
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class GridRow:
     """One row of the grid: what is run, under which name, and what a paper printed for it.
 
-    `runs` has one specification for each seed and draw; where it has several settings, the case is of `setting`, and
+    `runs` has one case for each seed and draw; where it has several settings, the row is of `setting`, and
     they are attacked together. `options` holds what the file says of this case alone; figures take their axes from it.
     """
 
     label: str
     group: str | None
-    runs: tuple[Specification, ...]
+    runs: tuple[Case, ...]
     options: Mapping[str, str | float | int]
     published: Mapping[str, float] = field(default_factory=dict)
     setting: str | None = None
@@ -82,7 +82,7 @@ class Experiment:
     name: str
     title: str
     source: str | None
-    cases: tuple[Case, ...]
+    cases: tuple[GridRow, ...]
     layout: Layout
     figures: tuple[Figure, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
@@ -136,13 +136,15 @@ def columns_of(metrics: Sequence[str]) -> tuple[str, ...]:
 
 
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
-_RUN = {f.name: next(words for name, words in _WORDS.items() if name in str(f.type)) for f in fields(Specification)}
-_RUN = {name: _RUN[name] for name in _RUN if name not in ("models", "settings", "attacks", "options", "seed", "draw")}
+_RUN = {
+    name: next((words for kind, words in _WORDS.items() if kind in str(f.type)), "a text")
+    for name, f in OPTIONS.items()
+    if name not in ("settings", "options", "seed", "draw", "force")
+}
 _RUN |= dict.fromkeys(("attack", "metrics", "images", "public", "set"), "a list of texts")
 _RUN |= {f"client.{f.name}": ANYTHING for f in fields(Client)}
 _RUN |= {"model": "the name of one victim", "setting": "a, b or c"}
 _RUN |= {"seeds": "a list of whole numbers", "draws": "a positive whole number"}
-del _RUN["force"]
 _TABLES: Mapping[str, Mapping[str, str]] = {
     "": {
         **dict.fromkeys(("title", "source"), "a text"),
@@ -208,7 +210,7 @@ def _layout(file: TomlFile) -> Layout:
     return Layout(**given | ({"columns": tuple(given["columns"])} if "columns" in given else {}))
 
 
-def _figures(file: TomlFile, cases: Sequence[Case]) -> Iterator[Figure]:
+def _figures(file: TomlFile, cases: Sequence[GridRow]) -> Iterator[Figure]:
     known = [*KNOWN, LPIPS, *dict.fromkeys(name for case in cases for name in case.options)]
     for number, figure in enumerate(file.tables("figure", [])):
         kind = str(figure.get("kind"))
@@ -223,7 +225,7 @@ def _figures(file: TomlFile, cases: Sequence[Case]) -> Iterator[Figure]:
         yield Figure(**({"name": f"{kind}-{number + 1}"} | figure))
 
 
-def _cases(file: TomlFile, shared: Mapping[str, Any], layout: Layout) -> Iterator[Case]:
+def _cases(file: TomlFile, shared: Mapping[str, Any], layout: Layout) -> Iterator[GridRow]:
     grid, printed = file.data.get("grid", {}), _printed(file)
     for name, values in grid.items():
         if name in _TABLES["grid"] and not (isinstance(values, list) and values):
@@ -244,7 +246,7 @@ def _cases(file: TomlFile, shared: Mapping[str, Any], layout: Layout) -> Iterato
             plain = {
                 name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in point.items()
             }
-            yield Case(label or runs[0].models[0], case.get("group"), runs, plain, figures)
+            yield GridRow(label or runs[0].victim.models[0], case.get("group"), runs, plain, figures)
 
 
 def _printed(file: TomlFile) -> list[dict[str, str]]:
@@ -278,8 +280,8 @@ def _published(wanted: Mapping[str, Any], file: TomlFile, printed: Sequence[Mapp
         raise PrivlabError(f"{name} must hold numbers: {error}.") from None
 
 
-def _runs(file: TomlFile, values: dict[str, Any], number: int, layout: Layout) -> Iterator[Specification]:
-    """Return the specifications of one case: one for each seed and draw."""
+def _runs(file: TomlFile, values: dict[str, Any], number: int, layout: Layout) -> Iterator[Case]:
+    """Return the cases of one row: one for each seed and draw."""
     keys = [*values]
     if "model" not in values:
         raise file.refuse("model must be the name of one victim. Found None.", "run")
@@ -312,7 +314,7 @@ def _text(value: object) -> str:
 
 
 def _blamed(message: str, keys: Sequence[str]) -> str:
-    """Return the first key that an error message names, under its own name or that of the specification's field."""
+    """Return the first key that an error message names, under its own name or that of the field."""
     words = {word.strip("'.,:-").partition("=")[0] for word in message.split()}
     names = {"model": "models", "setting": "settings", "attack": "attacks", "set": "options"}
     by_key = {key: names.get(key, key) for key in keys}

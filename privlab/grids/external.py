@@ -22,14 +22,14 @@ from privlab.evaluation import (
     GEOMETRIES,
     SCHEMA,
     SETTINGS,
+    Case,
     Record,
-    Specification,
     cell_key,
     learned_metric,
     score_images,
 )
 from privlab.grids.definition import KNOWN
-from privlab.grids.specify import specification_of
+from privlab.grids.specify import case_of
 from privlab.grids.toml_file import TomlFile
 from privlab.images import NamedImage, Preprocessing, as_text, open_images, to_png
 from privlab.metrics import METRICS, Learned, LpipsUnavailable
@@ -84,7 +84,7 @@ class _Stated:
 
     path: Path
     given: Mapping[str, Any]
-    spec: Specification
+    spec: Case
     cells: frozenset[str]
     metrics: Sequence[str]
 
@@ -100,7 +100,7 @@ class _Stated:
             check_name("case", data["case"], places)
         jobs = facts["cases"][places[data["case"]]]["jobs"]
         stated = jobs[0]["specification"] | {"attacks": None}
-        spec = specification_of(stated, jobs[0]["released"])
+        spec = case_of(stated, jobs[0]["released"])
         data.setdefault("setting", spec.settings[0])
         if "reconstructions" in data and data["setting"] == "b":
             raise PrivlabError(
@@ -114,7 +114,7 @@ class _Stated:
         """Return a record; weights, labels and devices of results from elsewhere are not known, and stay null."""
         spec, given = self.spec, self.given
         row = {
-            "victim": spec.models[0],
+            "victim": spec.victim.models[0],
             "release": spec.released,
             "cut_layer": spec.cut_layer if spec.features_released else None,
             "setting": given["setting"],

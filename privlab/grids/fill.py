@@ -75,7 +75,7 @@ def fill(
         progress: called with (images done, images in all, last result); once before the first result, with None.
 
     Raises:
-        PrivlabError: if the directory holds a run of another kind, or of another specification; if it cannot be
+        PrivlabError: if the directory holds a run of another kind, or of another case; if it cannot be
             written, or a task not be run. What was finished is kept.
     """
     manifests, tasks = grid.manifests(path, overwrite=options.overwrite), joined(tasks)
@@ -175,5 +175,4 @@ def costs(grid: Grid, tasks: Sequence[Task], *, measure: bool = False) -> list[d
 def _kind_of(task: Task) -> tuple[object, ...]:
     """Return what decides how long a task takes."""
     spec = task.spec
-    how = (spec.img_size, spec.features_released, spec.gradient_batch, spec.local_training, spec.block)
-    return spec.models, *how, task.attacks, task.metrics, bool(task.kept)
+    return spec.victim, spec.release, task.attacks, task.metrics, bool(task.kept)

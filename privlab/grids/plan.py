@@ -19,9 +19,9 @@ from torch import nn
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.defenses import defenses as installed_defenses
-from privlab.evaluation import Specification, name_of, source_of, subject_of
+from privlab.evaluation import Case, Rows, source_of, subject_of
+from privlab.evaluation.case import defense_of
 from privlab.evaluation.setup import learned_for
-from privlab.evaluation.specification import defense_of
 from privlab.grids.definition import Experiment, name_lpips
 from privlab.grids.tasks import Options, Task, references
 from privlab.images import Data, NamedImage, to_csv
@@ -34,7 +34,7 @@ from privlab.victims import Victim, victim
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """An experiment laid out on this machine: a task with all images for each specification and setting of a case.
+    """An experiment laid out on this machine: a task with all images for each case and setting of a row.
 
     `missing` says why a metric cannot be computed here, and `learned` states the file and hash of each metric's trained
     weights. `declared` has what classes that are not installed declare: the defenses that an attack knows, and the
@@ -65,10 +65,11 @@ class Grid:
             for images, name in self.image_lists.items()
         }
         for task in self.tasks:
-            given = None if task.spec.manifest is None else Path(task.spec.manifest).resolve()
+            manifest = task.spec.data.manifest
+            given = None if manifest is None else Path(manifest).resolve()
             replaced = overwrite or (given is not None and given.name != names[task.images])
             if given is not None and given.parent == path.resolve() and replaced:
-                raise PrivlabError(f"'{task.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
+                raise PrivlabError(f"'{manifest}' would give way to this run's own. Copy it out of '{path}'.")
         return {name: to_csv(images) for images, name in names.items()}
 
     def facts(self) -> dict[str, Any]:
@@ -133,15 +134,14 @@ def lay_out(
     tasks: list[Task] = []
     knows: dict[str, list[str]] = {}
     effects: dict[str, list[str]] = {}
-    firsts: dict[str, dict[Specification, int]] = {}
+    firsts: dict[str, dict[Case, int]] = {}
     with collect_warnings(messages):
         mine = own_victim(own, experiment.cases[0].runs[0], device)
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
             for spec in case.runs:
                 subject = subject_of(spec, device, mine)
                 setting = case.setting or spec.settings[0]
-                chosen = (spec.images, spec.limit, spec.every, spec.offset, spec.manifest, spec.split, spec.labels)
-                at = (*chosen, spec.bit_depth, subject.base.model.vit.num_classes)
+                at = (spec.data, subject.base.model.vit.num_classes)
                 if at not in found:
                     source = source_of(spec, [subject.base])
                     found[at] = source, tuple(references(source))
@@ -168,7 +168,7 @@ def lay_out(
                     spec,
                     (setting,),
                     found[at][1],
-                    subject.rows(spec).cells(setting, subject.groups),
+                    Rows(spec, subject.base, tuple(subject.public)).cells(setting, subject.groups),
                     tuple(name for name in spec.metrics if name not in lacking),
                     subject.refused,
                     first=spec is case.runs[0],
@@ -185,7 +185,7 @@ def lay_out(
     return Grid(experiment, tuple(tasks), sources, unavailable, tuple(messages), learned, declared)
 
 
-def own_victim(own: nn.Module | Victim | None, spec: Specification, device: torch.device) -> Victim | None:
+def own_victim(own: nn.Module | Victim | None, spec: Case, device: torch.device) -> Victim | None:
     """Return a victim that is given as an object, on the device; None where there is none.
 
     Args:
@@ -195,21 +195,23 @@ def own_victim(own: nn.Module | Victim | None, spec: Specification, device: torc
     """
     if own is None or isinstance(own, Victim):
         return own and own.to(device)
-    given = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes")}
+    given = spec.victim.options(spec.seed)
+    del given["normalisation"]
     return victim(own, **given).to(device)
 
 
 def _check_attacks(tasks: Sequence[Task]) -> None:
     """Refuse an attack that can run on no case: that is a mistake, while it may well be refused on some cases."""
     everywhere = set.intersection(*(set(task.refused) for task in tasks))
-    named = [name for name in map(name_of, tasks[0].spec.attacks or ()) if name in everywhere]
+    named = [attack.name for attack in tasks[0].spec.adversary.attacks or () if attack.name in everywhere]
     if named:
         raise PrivlabError(f"'{named[0]}' can run on no case: {tasks[0].refused[named[0]]}")
 
 
-def _victim(spec: Specification) -> tuple[str, ...]:
+def _victim(spec: Case) -> tuple[str, ...]:
     """Return what identifies a victim; cases are sorted by it, so that each victim is loaded once."""
-    return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
+    victim = spec.victim
+    return victim.models[0], victim.weights, str(victim.img_size), str(spec.seed), str(victim.classes)
 
 
 def missing(grid: Grid, path: Path, options: Options) -> list[Task]:
@@ -298,7 +300,7 @@ def _check_label(task: Task, image: NamedImage, label: int) -> None:
     The key of a cell does not name labels, so that an image that is added later leaves the other images as they are.
     """
     own = -1 if image.label is None else image.label
-    if label != own and task.spec.labels != "predicted":
+    if label != own and task.spec.data.labels != "predicted":
         there, now = ("none" if value < 0 else str(value) for value in (label, own))
         raise PrivlabError(
             f"The label of '{image.name}' is {now}, and {there} in the records of this --out. "

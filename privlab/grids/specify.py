@@ -1,18 +1,27 @@
 """From names to objects: the one way from the command line, from TOML, from cards and from Python."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, options_of, unknown_name
-from privlab.defenses import defenses
-from privlab.evaluation import Specification, completed, defense_kind, name_of
+from privlab.base import PrivlabError, configure, options_of, read_options, unknown_name
+from privlab.defenses import Jigsaw, Mjp, defenses
+from privlab.evaluation import Adversary, Automatic, Case, Choice, Victims, Words, completed, default_attacks
+from privlab.evaluation.names import WORST_CASE, check_names, check_stated, client_of, client_options
 from privlab.images import Data
-from privlab.threat import Client, acts_on
+from privlab.reassembly import REASSEMBLIES, Borders
+from privlab.release import AnyDefense
+from privlab.threat import Capability, Client, Features, Gradient, Release, Update, acts_on
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
+
+OPTIONS: dict[str, Field[Any]] = {f.name: f for kind in (Case, Adversary, Choice, Victims, Words) for f in fields(kind)}
+"""The fields that names can set, by the names of the options. The attacks and what is made of words are no options."""
+for _name in ("victim", "data", "adversary", "words", "attacks", "models"):
+    del OPTIONS[_name]
 
 
 def specify(
@@ -23,8 +32,8 @@ def specify(
     images: str | Path | Sequence[str | Path] | Data = "samples",
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
-) -> Specification:
-    """Return a specification from names; each argument is one name, several with commas, or a sequence of names.
+) -> Case:
+    """Return a case from names; each argument is one name, several with commas, or a sequence of names.
 
     An attack or defense may also be an instance of a dataclass, whose class need not be installed.
 
@@ -33,54 +42,175 @@ def specify(
         setting: "a", "b" or "c", or several; by default c where a defense is named or a victim is one of MJP's, else a.
         attack: the attacks; by default all that can run and need not be named.
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME", or an open source.
-        metrics: names of `METRICS`, or "lpips"; by default those of `Specification`.
-        options: the other fields of `Specification`; `defense` may be one defense or several, which are stacked.
+        metrics: names of `METRICS`, or "lpips"; by default those of `Case`.
+        options: the other fields of `Words`, `Victims`, `Choice`, `Adversary` and `Case`; `defense` may be one defense
+            or several, which are stacked, and `release` and `client` may be objects.
 
     Raises:
-        PrivlabError: for an unknown name or option, or something else than a name or an instance.
+        PrivlabError: for an unknown name or option, something else than a name or an instance, or words that contradict
+            each other.
     """
-    if attack is not None:
-        attack = _parts(attack, "attack", attacks())
-    named = _parts(options.get("defense", "auto"), "defense", defenses())
-    parts = tuple(each for part in named for each in (part.split("+") if isinstance(part, str) else [part]))
-    options["defense"] = "+".join(parts) if all(isinstance(part, str) for part in parts) else parts
-    if isinstance(client := options.get("client"), Client):
-        options["client"] = client.optimiser
-        given = options.get("options", ())
-        options["options"] = [*([given] if isinstance(given, str) else given), *options_of(client)]
-    models = _names(model)
-    defended = parts not in (("auto",), ("none",))
-    if options.get("client") is None:
-        defended |= any(name.endswith("_mjp") for name in models)
-    else:  # an update refuses a defense of images by its name
-        known = [part for part in parts if not isinstance(part, str) or part in defenses()]
-        defended &= all(acts_on(defense_kind(part)) == "gradients" for part in known)
-    known = set(Specification.__dataclass_fields__) - {"models", "settings", "attacks", "images", "metrics"}
     for name in options:
-        if name not in known:
+        if name not in OPTIONS or name in ("settings", "images", "metrics"):
             arguments = ("settings", "attacks", "images", "metrics", "device", "batch_size", "out", "overwrite")
-            raise unknown_name("option", name, [*known, *arguments])
-    given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    for name in ("options", "public"):
-        if name in given:
-            several = [given[name]] if name == "public" and isinstance(given[name], str) else given[name]
-            given[name] = tuple(str(value) for value in several)
-    given |= {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
-    given |= {} if attack is None else {"attacks": attack}
+            raise unknown_name("option", name, [*OPTIONS, *arguments])
+    given: dict[str, Any] = _in_words(options) | {"images": _several(images)}
     given |= {} if metrics is None else {"metrics": _names(metrics)}
-    if not isinstance(images, Data):
-        images = tuple(str(source) for source in ([images] if isinstance(images, str | Path) else images))
-    return Specification(**given, images=images)
+    words, parts = _words(given, attack)
+    kinds = [defenses()[part] if isinstance(part, str) else type(part) for part in parts if part != "auto"]
+    victim = Victims(_names(model), **_of(Victims, given))
+    given["settings"] = _names(setting or _usual_setting(victim, words, kinds))
+    reassembly = given.pop("reassembly", Borders.name)
+    check_names("reassembly", [reassembly])
+    adversary = Adversary(**_of(Adversary, given), reassembly=_reassembly(reassembly, words))
+    seed = given.get("seed", Case.seed)
+    check_stated(vars(adversary) | vars(words) | {"block": victim.block, "settings": given["settings"], "seed": seed})
+    _check_options(words, adversary, parts, reassembly)
+    if words.attacks is not None:
+        made = (adversary.made(attacks()[name]) if isinstance(name, str) else name for name in words.attacks)
+        adversary = replace(adversary, attacks=tuple(made))
+    given |= {"release": _release(words, adversary, kinds), "defense": _defenses(words, parts)}
+    data = Choice(**_of(Choice, given))
+    return Case(victim=victim, data=data, adversary=adversary, words=words, **_of(Case, given))
 
 
-def specification_of(stated: Mapping[str, Any], released: str) -> Specification:
-    """Return a specification from what `run.json` states; instances, whose classes may not be here, are left out."""
-    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
+def case_of(stated: Mapping[str, Any], released: str) -> Case:
+    """Return a case from what `run.json` states; instances, whose classes may not be here, are left out."""
+    given = dict(stated)
     if not isinstance(given["defense"], str):
         given |= {"defense": "auto", "release": released}
-    named = [attack for attack in given["attacks"] or () if isinstance(attack, str)]
-    given["attacks"] = tuple(named) or None
-    return Specification(**given)
+    named = [attack for attack in given.pop("attacks") or () if isinstance(attack, str)]
+    return specify(given.pop("models"), given.pop("settings"), attack=named or None, **given)
+
+
+def released_by(case: Case, client: Client, options: Sequence[str]) -> Case:
+    """Return a case with the update of another client.
+
+    Args:
+        case: the case of an update.
+        client: the settings of the other client.
+        options: all options of the case, those that state this client included.
+    """
+    return replace(case, release=Update(client), words=replace(case.words, options=tuple(options)))
+
+
+def _in_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the words of a release and a client that are given as objects."""
+    found: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    match found.get("release", "auto"):
+        case Gradient(batch):
+            found |= {"release": "gradients", "gradient_batch": batch}
+        case Features(cut_layer, batch):
+            found |= {"release": "features", "cut_layer": cut_layer, "client_batch": batch}
+        case Update(client):
+            found |= {"release": "auto", "client": client}
+        case None:
+            del found["release"]
+    if "public" in found:
+        found["public"] = _several(found["public"])
+    options = found.get("options", ())
+    options = [options] if isinstance(options, str) else [str(option) for option in options]
+    if isinstance(client := found.get("client"), Client):
+        found["client"] = client.optimiser
+        options += options_of(client)
+    return found | {"options": tuple(options)}
+
+
+def _words(given: Mapping[str, Any], attack: Part | Sequence[Part] | None) -> tuple[Words, tuple[Part, ...]]:
+    """Return the checked words of options, and the parts of the defense: names and instances."""
+    names = None if attack is None else _parts(attack, "attack", attacks())
+    parts = _parts(given.get("defense", "auto"), "defense", defenses())
+    parts = tuple(each for part in parts for each in (part.split("+") if isinstance(part, str) else [part]))
+    check_names("attack", [name for name in names or () if isinstance(name, str)])
+    check_names("defense", [part for part in parts if isinstance(part, str)])
+    defense = "+".join(parts) if all(isinstance(part, str) for part in parts) else parts
+    names = None if names == (WORST_CASE,) else names
+    words = Words(**_of(Words, {**given, "attacks": names, "defense": defense}))
+    check_names("release", [words.release])
+    check_names("client", [] if words.client is None else [words.client])
+    return words, parts
+
+
+def _usual_setting(victim: Victims, words: Words, kinds: Sequence[type[Any]]) -> str:
+    """Return setting c where a defense is at work, else a; an update refuses a defense of features by its name."""
+    defended = words.defense not in ("auto", "none")
+    if words.client is not None:
+        defended &= all(acts_on(kind) == "gradients" for kind in kinds)
+    elif any(name.endswith("_mjp") for name in victim.models):
+        defended = True
+    return "c" if defended else "a"
+
+
+def _of(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a class that are given."""
+    return {f.name: given[f.name] for f in fields(kind) if f.name in given}
+
+
+def _reassembly(name: str, words: Words) -> Any:  # noqa: ANN401
+    """Return the re-assembly of a name, with its options: those that start with its name."""
+    options = [option for option in words.options if option.strip().startswith(f"{name}.")]
+    read_options(options, [REASSEMBLIES[name]])
+    return configure(REASSEMBLIES[name], options)
+
+
+def _check_options(words: Words, adversary: Adversary, parts: Sequence[Part], reassembly: str) -> None:
+    """Check that every option of --set is one of an attack or a defense that this run may use."""
+    own = set(client_options(words.options)) if words.client is not None else set[str]()
+    others = [each for each in words.options if each not in own and not each.strip().startswith(f"{reassembly}.")]
+    of_defenses = [defenses()[part] for part in parts if isinstance(part, str) and part != "auto"] or [Mjp]
+    if words.attacks is None:
+        of_attacks = default_attacks(adversary.effort)
+    else:
+        of_attacks = {name: attacks()[name] for name in words.attacks if isinstance(name, str)}
+    read_options(others, [*of_defenses, *of_attacks.values()])
+
+
+def _defenses(words: Words, parts: Sequence[str | AnyDefense]) -> tuple[AnyDefense, ...] | Automatic:
+    """Return the stacked defenses with their options; γ and `masked_pe` are those of the run where it states them."""
+
+    def made(kind: type[Any]) -> Any:  # noqa: ANN401
+        stated = {"gamma": words.gamma, "masked_pe": words.masked_pe}
+        given = {f.name: stated[f.name] for f in fields(kind) if stated.get(f.name) is not None}
+        return configure(kind, words.options, given)
+
+    automatic = Automatic(made(Mjp), made(Jigsaw))  # it checks the words, also where other defenses are named
+    if words.defense == "auto":
+        return automatic
+    return tuple(made(defenses()[part]) if isinstance(part, str) else part for part in parts)
+
+
+def _release(words: Words, adversary: Adversary, kinds: Sequence[type[Any]]) -> Release:
+    """Return what is released: as the words say, or as blocks, a defense or an attack need it.
+
+    Raises:
+        PrivlabError: if the words contradict it.
+    """
+    if words.cut_layer < 0:
+        raise PrivlabError(f"cut_layer must be a number of blocks, at least 0. Found {words.cut_layer}.")
+    features = words.release == "features"
+    if words.release == "auto" and words.client is None:
+        needed = any(Capability.RELEASED_FEATURES in attack.requires for attack in adversary.attacks or ())
+        features = needed or words.cut_layer > 0 or any(acts_on(kind) == "features" for kind in kinds)
+    if features and words.gradient_batch > 1:
+        raise PrivlabError(
+            f"gradient_batch is of released gradients. Found {words.gradient_batch}, and features released: use "
+            "client_batch."
+        )
+    if words.cut_layer and not features:
+        raise PrivlabError(
+            f"A cut layer is of released features. Found cut_layer {words.cut_layer}, and "
+            f"{'gradients' if words.client is None else 'update'} released: leave one of them out."
+        )
+    if features:
+        return Features(words.cut_layer, words.client_batch)
+    return Gradient(words.gradient_batch) if words.client is None else Update(client_of(words.client, words.options))
+
+
+def _several(sources: str | Path | Sequence[str | Path] | Data) -> tuple[str, ...] | Data:
+    """Return sources of images as texts."""
+    if isinstance(sources, Data):
+        return sources
+    return tuple(str(source) for source in ([sources] if isinstance(sources, str | Path) else sources))
 
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -94,10 +224,10 @@ def _parts(given: Part | Sequence[Part], kind: str, installed: Mapping[str, type
     found: list[Part] = []
     for part in given if isinstance(given, list | tuple) else (given,):
         found += _names(part) if isinstance(part, str) else [completed(part, kind)]
-    found, names = [*dict.fromkeys(found)], [name_of(part) for part in found]
+    names = [part if isinstance(part, str) else part.name for part in found]
     for part in (part for part in found if not isinstance(part, str)):
         if names.count(part.name) > 1:
             raise PrivlabError(f"'{part.name}' was given twice: one run has one set of options for it.")
         if part.name in installed and installed[part.name] is not type(part):
             raise PrivlabError(f"'{part.name}' is the name of an installed {kind}. Give your class another `name`.")
-    return tuple(found)
+    return tuple(dict.fromkeys(found))

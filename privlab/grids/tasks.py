@@ -19,8 +19,8 @@ from privlab.base import PrivlabError, collect_warnings, pick_device
 from privlab.evaluation import (
     COLUMNS,
     CONTROLS,
+    Case,
     Evaluator,
-    Specification,
     Strip,
     batch_key,
     source_of,
@@ -68,18 +68,18 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Images of one specification of a case, with the key of the cell of each attack and control that they lack.
+    """Images of one case of a row, with the key of the cell of each attack and control that they lack.
 
-    A grid has one task for each specification and setting, with all of its images, cells and metrics; `missing` cuts
+    A grid has one task for each case and setting, with all of its images, cells and metrics; `missing` cuts
     out of it what a store lacks. `metrics` are those that can be computed here, and `refused` says why attacks cannot
-    run. `first` marks the first specification of the case, of which strips are kept; `strip` is its number among those
+    run. `first` marks the first case of the row, of which strips are kept; `strip` is its number among those
     on the same victim, by which the files of strips differ. `one_key` names the attacks that read the releases of all
     images as one. `kept` names files of earlier reconstructions, which are scored again. `own` is a victim that is
     attacked instead of the one that `spec` names.
     """
 
     case: int
-    spec: Specification
+    spec: Case
     settings: tuple[str, ...]
     images: tuple[NamedImage, ...]
     cells: Mapping[str, str]
@@ -127,7 +127,7 @@ class Result:
 
 
 def joined(tasks: Sequence[Task]) -> list[Task]:
-    """Join tasks that differ only in the setting: those of one specification, and those of settings b and c.
+    """Join tasks that differ only in the setting: those of one case, and those of settings b and c.
 
     Settings b and c release the same, so the release is attacked once.
     """

@@ -9,8 +9,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, first
-from privlab.evaluation import unread
-from privlab.grids import KNOWN, specification_of
+from privlab.evaluation import Case, Words, unread
+from privlab.grids import KNOWN, case_of
 from privlab.report.run import LEAKS
 from privlab.report.tables import Results, scope, to_markdown
 from privlab.threat import Capability, attack_declarations
@@ -64,8 +64,8 @@ def evidence_of(results: Results) -> list[Section]:
     facts = results.facts
     if not {"attacks", "batches"} & facts.keys():
         return []
-    spec = specification_of(facts["specification"], facts["cases"][0]["jobs"][0]["released"])
-    leaks, kind = facts.get("leaks"), spec.release if spec.release != "gradients" else "gradient"
+    case = case_of(facts["specification"], facts["cases"][0]["jobs"][0]["released"])
+    leaks, kind = facts.get("leaks"), "gradient" if case.released == "gradients" else case.released
     rows: list[Mapping[str, Any]] = [row for row in facts.get("attacks", facts.get("batches")) if _made(row)]
     tried = list(dict.fromkeys(row["attack"] for row in rows))
     proven = list(dict.fromkeys(row["attack"] for row in rows if row.get("explained") or row.get("levels_wrong") == 0))
@@ -81,9 +81,9 @@ def evidence_of(results: Results) -> list[Section]:
     return [
         Section("Verdict", [f"{verdict}{by}."]),
         Section("Keep it as you keep the private image", [_warning(results)]),
-        Section("What was attacked", rows=_attacked(facts, spec.client, spec.options)),
+        Section("What was attacked", rows=_attacked(facts, case.words)),
         Section("By which attacks, and what came back", **_came_back(results, rows, kind)),
-        Section("What was not tried", [_NOT_TRIED], ("reason", "attacks"), _not_tried(spec, tried, facts)),
+        Section("What was not tried", [_NOT_TRIED], ("reason", "attacks"), _not_tried(case, tried, facts)),
         Section("Threat model", [_threat_model(kind, tried), scope(results.records)]),
         Section("Flags and warnings", weak or ["None."]),
         Section("What may be quoted", [quotable]),
@@ -157,7 +157,7 @@ def _warning(results: Results) -> str:
     )
 
 
-def _attacked(facts: Mapping[str, Any], client: object, options: Sequence[str]) -> list[tuple[str, str]]:
+def _attacked(facts: Mapping[str, Any], words: Words) -> list[tuple[str, str]]:
     """Return the model, what it released, and how the client trained as far as that was stated or fitted."""
     victim, released = facts["victim"], facts.get("released", {})
     channels, height, width = victim["input"]
@@ -167,7 +167,7 @@ def _attacked(facts: Mapping[str, Any], client: object, options: Sequence[str]) 
         ("released", f"{facts['images']['source']}, images: {facts['images']['count']}"),
         ("parameters released", str(released.get("gradients", ""))),
         ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
-        ("client, as stated", "; ".join([str(client), *options]) if client is not None else ""),
+        ("client, as stated", "; ".join([words.client, *words.options]) if words.client is not None else ""),
         ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
         ("defense", facts["cases"][0]["options"]["defense"]),
     ]
@@ -196,7 +196,7 @@ def _came_back(results: Results, rows: Sequence[Mapping[str, Any]], kind: str) -
     return {"lines": [about if rows else "No attack ran."], "head": head if rows else (), "rows": lines}
 
 
-def _not_tried(spec: Any, tried: Sequence[str], facts: Mapping[str, Any]) -> list[tuple[str, str]]:  # noqa: ANN401
+def _not_tried(case: Case, tried: Sequence[str], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the attacks of the package that did not run, by the reason."""
     refused = facts["cases"][0]["refused"]
     by_reason: dict[str, list[str]] = {}
@@ -204,8 +204,8 @@ def _not_tried(spec: Any, tried: Sequence[str], facts: Mapping[str, Any]) -> lis
         reads_features = Capability.RELEASED_FEATURES in kind.requires
         if name in tried:
             continue
-        reason = refused.get(name) or unread(kind, spec.local_training, filtered=spec.defends_gradients)
-        if reads_features != spec.features_released:
+        reason = refused.get(name) or unread(kind, case.client, filtered=case.defends_gradients)
+        if reads_features != case.features_released:
             reason = f"reads {'features' if reads_features else 'gradients and updates'}"
         elif reason is None and attack_declarations(kind).named_only:
             reason = "runs only if --attack names it"

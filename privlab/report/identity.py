@@ -13,8 +13,8 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from privlab.base import PrivlabError, collect_warnings, warn
-from privlab.evaluation import CONTROL, Batch, Controls, Specification, victim_of
-from privlab.grids import specification_of
+from privlab.evaluation import CONTROL, Batch, Case, Controls, victim_of
+from privlab.grids import case_of
 from privlab.images import Data, NamedImage, Others, Preprocessing
 from privlab.metrics import Embedding, psnr
 from privlab.report.intervals import clopper_pearson
@@ -267,10 +267,10 @@ def _interval(values: Tensor) -> dict[str, float]:
     return {"low": low, "high": high}
 
 
-def _subject(results: Results, number: int, device: torch.device | str = "cpu") -> tuple[Specification, Victim, str]:
+def _subject(results: Results, number: int, device: torch.device | str = "cpu") -> tuple[Case, Victim, str]:
     """Return a case, its victim, without the warnings of its weights, which the run gave, and its name."""
     case, job = results.cases[number], results.facts["cases"][number]["jobs"][0]
-    spec = specification_of(job["specification"], job["released"])
+    spec = case_of(job["specification"], job["released"])
     with collect_warnings([]):
         return spec, victim_of(spec, torch.device(device)), f"{case.group or ''} {case.label}".strip()
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.base import PrivlabError, full_precision
-from privlab.evaluation import Batch, Clients, Specification, defense_of
+from privlab.evaluation import Batch, Case, Clients, defense_of
 from privlab.images import NamedImage
 from privlab.threat import Observation, Stack
 from privlab.victims import Victim
@@ -22,7 +22,7 @@ _MOST_KEPT = 2**31
 """Bytes of candidates' releases that are kept for the next case of the same client."""
 
 
-def unreleased(spec: Specification) -> str:
+def unreleased(spec: Case) -> str:
     """Return why the release of a case is not compared with those of candidates; empty if it is."""
     if spec.features_released:
         return "features are released"
@@ -38,7 +38,7 @@ class Releases:
 
     def similarities(
         self,
-        spec: Specification,
+        spec: Case,
         base: Victim,
         private: Sequence[NamedImage],
         own: Int[Tensor, " b"],
@@ -82,9 +82,9 @@ class Releases:
         found = {key: torch.cat(parts, 1) for key, parts in near.items()}
         return found | {("control:other", f): found["release", f].roll(1, 0) for f in COMPARED}
 
-    def _candidates(self, spec: Specification, base: Victim, candidates: Tensor) -> Iterator[Mapping[str, Tensor]]:
+    def _candidates(self, spec: Case, base: Victim, candidates: Tensor) -> Iterator[Mapping[str, Tensor]]:
         """Yield what each candidate would release without a defense, for a few of them at a time."""
-        key = (base.weights.sha256, base.name, spec.local_training, id(candidates))
+        key = (base.weights.sha256, base.name, spec.client, id(candidates))
         if key != self._key:
             self._kept, self._key = [], ()
         if self._key:
@@ -103,9 +103,9 @@ class Releases:
         self._key = key if len(self._kept) == len(parts) else ()
 
 
-def _released(spec: Specification, base: Victim, batch: Batch, stack: Stack) -> Mapping[str, Float[Tensor, "b ..."]]:
+def _released(spec: Case, base: Victim, batch: Batch, stack: Stack) -> Mapping[str, Float[Tensor, "b ..."]]:
     """Return what a client releases of each image, by the names of parameters; it draws as it does in a run."""
-    clients = Clients(spec.client_release, stack, spec.seed, spec.draw, base.weights.sha256)
+    clients = Clients(spec.release, stack, spec.seed, spec.draw, base.weights.sha256)
     trial = clients.trial(base.model, batch, spec.settings[0])
     seen = clients.observe(base.model, trial)
     assert isinstance(seen, Observation)

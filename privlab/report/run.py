@@ -18,14 +18,14 @@ from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
 from privlab.base import PrivlabError, first, write_whole
-from privlab.grids import specification_of
+from privlab.grids import case_of
 from privlab.report import tables
 from privlab.stores import places_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from privlab.evaluation import Specification
+    from privlab.evaluation import Case
 
 
 LEAKS = {
@@ -42,12 +42,12 @@ class Run:
 
     Args:
         path: the directory.
-        ran: the specification that this process ran, if it did.
+        ran: the case that this process ran, if it did.
         geometry: the layout of the patches whose scores are compared; by default that of the run.
     """
 
     path: Path
-    ran: "Specification | None" = None
+    ran: "Case | None" = None
     geometry: str | None = None
 
     @cached_property
@@ -79,10 +79,10 @@ class Run:
         return lead_text(self.results)
 
     @cached_property
-    def spec(self) -> "Specification":
+    def spec(self) -> "Case":
         """Return what was run."""
         stated = self.results.facts
-        return self.ran or specification_of(stated["specification"], stated["cases"][0]["jobs"][0]["released"])
+        return self.ran or case_of(stated["specification"], stated["cases"][0]["jobs"][0]["released"])
 
     @property
     def warnings(self) -> list[str]:

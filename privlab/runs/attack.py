@@ -1,4 +1,4 @@
-"""One run: from a specification to records and strips, readable at any moment."""
+"""One run: from a case to records and strips, readable at any moment."""
 
 import json
 import sys
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from privlab.base import PrivlabError, collect_warnings, pick_device
-from privlab.evaluation import AttackGroup, Specification, defense_of, plan, uncached, victim_of
+from privlab.evaluation import AttackGroup, Case, defense_of, plan, uncached, victim_of
 from privlab.evaluation.lpips_choice import begun_lpips, named_lpips, with_lpips
 from privlab.grids import (
     IN_PROCESS,
-    Case,
     Engine,
     Experiment,
+    GridRow,
     Layout,
     Options,
     columns_of,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @uncached()
 def execute(
-    spec: Specification,
+    spec: Case,
     out: str | Path,
     *,
     own: nn.Module | Victim | None = None,
@@ -81,7 +81,7 @@ def execute(
     place = pick_device(device)
     with collect_warnings(messages):
         mine = own_victim(own, spec, place)
-        bases = [mine] if mine else [victim_of(replace(spec, models=(name,)), place) for name in spec.models]
+        bases = [mine] if mine else [victim_of(_with_victim(spec, name), place) for name in spec.victim.models]
         groups = [plan(spec, base) for base in bases]
     declared = [attack_declarations(attack) for of_base in groups for group in of_base for attack in group.attacks]
     search = any(attack.search for attack in declared)
@@ -107,9 +107,9 @@ def execute(
 
 
 def experiment_of(
-    spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]], path: Path
+    spec: Case, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]], path: Path
 ) -> Experiment:
-    """Return a run as an experiment: a case for each victim and setting, a specification for each draw.
+    """Return a run as an experiment: a case for each victim and setting, a case for each draw.
 
     Args:
         spec: what is run.
@@ -117,38 +117,43 @@ def experiment_of(
         groups: the attacks that run on each victim, by its block.
         path: the run directory, which names the experiment.
     """
-    cases: list[Case] = []
-    for name, base in zip(spec.models, bases, strict=True):
-        runs = tuple(replace(spec, models=(name,), draws=1, draw=spec.draw + i) for i in range(spec.draws))
+    cases: list[GridRow] = []
+    for name, base in zip(spec.victim.models, bases, strict=True):
+        one = _with_victim(spec, name)
+        runs = tuple(replace(one, draws=1, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
             options = {"victim": base.name, "setting": setting, "defense": defense_of(spec, base, setting).name}
-            options |= {} if spec.client is None else {"client": spec.client}
+            options |= {} if spec.words.client is None else {"client": spec.words.client}
             label = ", ".join(f"setting {value}" if key == "setting" else value for key, value in options.items())
-            cases.append(Case(label, None, runs, options, setting=setting))
+            cases.append(GridRow(label, None, runs, options, setting=setting))
     paper = papers_attack(attack.name for of_base in groups for group in of_base for attack in group.attacks)
     defenses = ", ".join(dict.fromkeys(str(case.options["defense"]) for case in cases)).split(", ")
     defenses = ", ".join(name for name in defenses if name != "none")
     title = ", ".join(dict.fromkeys(base.name for base in bases))
     title += f" with {defenses}" if defenses else ", undefended"
-    title += "" if spec.client is None else f", updates of clients by {spec.client}"
+    title += "" if spec.words.client is None else f", updates of clients by {spec.words.client}"
     return Experiment(path.name, title, None, tuple(cases), Layout(columns_of(spec.metrics), paper_attack=paper))
 
 
-def unfinished(folder: Path, spec: Specification) -> Path | None:
-    """Return the last run directory in a folder that holds an unfinished run of a specification; None if none does."""
+def _with_victim(spec: Case, name: str) -> Case:
+    return replace(spec, victim=replace(spec.victim, models=(name,)))
+
+
+def unfinished(folder: Path, spec: Case) -> Path | None:
+    """Return the last run directory in a folder that holds an unfinished run of a case; None if none does."""
     found = [path for path in folder.glob("*/") if status_of(path, spec) in ("running", "interrupted", "failed")]
     return max(found, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
 
 
-def status_of(path: Path, spec: Specification) -> str | None:
-    """Return the status of the run of a specification that a directory holds; None if it holds none."""
+def status_of(path: Path, spec: Case) -> str | None:
+    """Return the status of the run of a case that a directory holds; None if it holds none."""
     facts = RunDirectory(path).begun()
     spec = replace(spec, metrics=named_lpips(spec.metrics, begun_lpips(facts)))
     same = facts.get("specification") == json.loads(json.dumps(spec.stated()))
     return facts.get("status") if same and "cases" in facts else None
 
 
-def facts_of(spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]]) -> dict[str, Any]:
+def facts_of(spec: Case, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]]) -> dict[str, Any]:
     """Return what `run.json` states of a run beyond what it states of every experiment.
 
     Args:

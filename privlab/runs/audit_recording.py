@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from privlab.base import PrivlabError, collect_warnings, pick_device, warn
-from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
+from privlab.evaluation import Case, Record, applicable, defense_of, plan
 from privlab.evaluation.lpips_choice import with_lpips
+from privlab.evaluation.setup import public_of
 from privlab.release import Recorded, feature_capabilities, read_recording, recorded_cut_layer, recorded_sessions
 from privlab.runs.attack import status_of
-from privlab.runs.audit_case import UNSCORED, AuditCase, Release, Row, audited_victim, unknown_images
+from privlab.runs.audits import UNSCORED, Audit, Release, Row, audited_victim, unknown_images
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def audit_features(
     folder: Path,
-    spec: Specification,
+    spec: Case,
     *,
     device: str = "auto",
     out: Path,
@@ -37,7 +38,7 @@ def audit_features(
     `spec` names one victim, which is the public base of the recorded client, and the defense that the client is known
     to use. The private images are not at hand, so whether one of them is among the public ones cannot be checked:
     whoever names `--public` must leave them out. Records have no scores, and name an image by its session, batch and
-    number. If `out` holds an audit of the same specification, batches that have records are not attacked again.
+    number. If `out` holds an audit of the same case, batches that have records are not attacked again.
 
     Args:
         folder: what `privlab split serve --record` wrote.
@@ -57,7 +58,9 @@ def audit_features(
         PrivlabWarning: for each batch that is replaced or added while the audit runs; it is left out.
     """
     begun = {} if overwrite else RunDirectory(out).begun()
-    spec, _ = with_lpips(replace(spec, settings=("c",), images=(str(folder),)), begun, download=False)
+    spec, _ = with_lpips(
+        replace(spec, settings=("c",), data=replace(spec.data, images=(str(folder),))), begun, download=False
+    )
     if (cut_layer := recorded_cut_layer(folder)) != spec.cut_layer:
         raise PrivlabError(f"The recording in '{folder}' has cut layer {cut_layer}. Found {spec.cut_layer}.")
     goes_on = not overwrite and status_of(out, spec) is not None
@@ -67,15 +70,13 @@ def audit_features(
         base = audited_victim(spec, pick_device(device))
         sessions = recorded_sessions(folder)
         attacks = [cast(FeatureAttack, attack) for group in plan(spec, base) for attack in group.attacks]
-        public = public_images(
-            spec.public, spec.public_limit, base.preprocessing, base.model.mean.device, spec.bit_depth
-        )
+        public = public_of(spec, base)
         found = {_name(batch): _images(batch, base) for batch in _limited(read_recording(folder), limit)}
     refused = applicable(spec, base)[1]
     own = {"attacks": attacks, "refused": refused, "releases": [*found.values()], "public": [*public]}
-    case = AuditCase(spec=spec, base=base, source=f"{folder}", **own)
+    audit = Audit(spec=spec, base=base, source=f"{folder}", **own)
     run = RunDirectory.create(out, overwrite=overwrite, resume=goes_on)
-    facts = case.facts(out, command) | {"unscored": UNSCORED, "recording": dict(sessions)}
+    facts = audit.facts(out, command) | {"unscored": UNSCORED, "recording": dict(sessions)}
     facts["batches"] = rows = list[Row]()
     warned = run.read_run()["warnings"] if goes_on else []
     messages += [message for message in warned if message not in messages]
@@ -92,11 +93,11 @@ def audit_features(
             features = batch.features.to(base.model.mean)
             seen = FeatureObservation(base.model, features, parts, photographs, grants, spec.cut_layer)
             for attack in attacks:
-                keys = [(record["cell"], record["image_sha256"]) for record in case.records(attack, images)]
+                keys = [(record["cell"], record["image_sha256"]) for record in audit.records(attack, images)]
                 if all(key in earlier for key in keys):
                     records = [earlier[key] for key in keys]
                 else:
-                    records, made = case.attack(attack, seen, images)
+                    records, made = audit.attack(attack, seen, images)
                     new += records
                     if made is not None:
                         sheet = sheet_png(made, [image.sha256 for image in images], keys[0][0])
@@ -104,7 +105,7 @@ def audit_features(
                 rows.append(_row(batch, attack.name, records))
             run.write_records(new)
             progress(number, None)
-    return case.run(out)
+    return audit.run(out)
 
 
 def _limited(batches: Iterable[Recorded], limit: int | None) -> Iterator[Recorded]:

@@ -12,20 +12,20 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.evaluation import (
     CONTROLS,
+    Case,
     Panel,
     Record,
-    Specification,
     Strip,
     learned_metrics,
-    public_images,
     score_images,
 )
+from privlab.evaluation.setup import public_of
 from privlab.images import NamedImage, Others, Preprocessing, apart_from, nearest, open_images
 from privlab.metrics import Learned, psnr
 from privlab.release import effects_of, is_explained, slots_without_gradient
 from privlab.release.explained import explained_share, residual
-from privlab.runs.audit_case import Row
-from privlab.runs.audit_given import Given
+from privlab.runs.audited import Audited
+from privlab.runs.audits import Audit, Row
 from privlab.stores import RunDirectory, strip_name, strip_png
 from privlab.victims import Victim
 
@@ -49,7 +49,7 @@ class ReferenceScorer:
     missing: Mapping[str, str]
 
     @classmethod
-    def of(cls, reference: Path, spec: Specification, base: Victim) -> "ReferenceScorer":
+    def of(cls, reference: Path, spec: Case, base: Victim) -> "ReferenceScorer":
         """Return the scorer by the private image in a file.
 
         An image of the victim's input size is taken as it is; any other one is preprocessed as the victim's inputs are.
@@ -62,12 +62,12 @@ class ReferenceScorer:
         Raises:
             PrivlabError: if the file is no readable image.
         """
-        named = next(iter(open_images(reference, bit_depth=spec.bit_depth)))
+        named = next(iter(open_images(reference, bit_depth=spec.data.bit_depth)))
         if not isinstance(named.pixels, Image.Image):
             raise PrivlabError(f"--reference must be one readable image. Found {named.name}: {named.problem}")
         device = base.model.mean.device
         learned, missing = learned_metrics(spec, device, [base])
-        public = public_images(spec.public, spec.public_limit, base.preprocessing, device, spec.bit_depth)
+        public = public_of(spec, base)
         own = base.preprocessing(named.pixels).to(device)
         others = torch.stack([public[key] for key in Others(public).beside(named.sha256, own)])
         metrics = [name for name in spec.metrics if name not in missing]
@@ -102,19 +102,19 @@ class ReferenceScorer:
         return {"attack": CONTROLS[0], "status": "ok"} | self(self.public.mean(0, keepdim=True))
 
 
-def write_scores(case: Given, scorer: ReferenceScorer, rows: Sequence[Row], made: Made, run: RunDirectory) -> None:
+def write_scores(audit: Audit, scorer: ReferenceScorer, rows: Sequence[Row], made: Made, run: RunDirectory) -> None:
     """Write the records of the private image with its scores, and a strip of it and the reconstructions.
 
     Args:
-        case: the case, whose first image is the private one.
+        audit: the audit, whose first image is the private one.
         scorer: scores by the private image.
         rows: those of the control and of all attacks, with scores.
         made: the row of each attack, and its reconstructions; None where it failed.
         run: the run directory.
     """
-    (release,) = case.releases
-    own = {attack.name: case.records(attack, release)[0] for attack in case.attacks}
-    own[CONTROLS[0]] = case.rows(len(release)).control(release[0], case.spec.settings[0], CONTROLS[0])
+    (release,) = audit.releases
+    own = {attack.name: audit.records(attack, release)[0] for attack in audit.attacks}
+    own[CONTROLS[0]] = audit.rows(len(release)).control(release[0], audit.spec.settings[0], CONTROLS[0])
     records: list[Record] = []
     for row in rows:
         if row["status"] == "ok":
@@ -133,7 +133,7 @@ def write_scores(case: Given, scorer: ReferenceScorer, rows: Sequence[Row], made
     run.write_file(f"strips/{strip_name(0, strip)}", strip_png(strip))
 
 
-def as_fed(scorer: ReferenceScorer, case: Given, made: Made) -> tuple[ReferenceScorer, str | None]:
+def as_fed(scorer: ReferenceScorer, audited: Audited, made: Made) -> tuple[ReferenceScorer, str | None]:
     """Return the scorer by the reference as the client preprocessed it, and a sentence on that if there is one to say.
 
     The scorer is returned as it is, without a sentence, where no label is known or no reconstruction gives what was
@@ -142,15 +142,15 @@ def as_fed(scorer: ReferenceScorer, case: Given, made: Made) -> tuple[ReferenceS
 
     Args:
         scorer: scores by the reference as the victim's preprocessing gives it.
-        case: the case, with what was released of one image, by which preprocessings are told apart.
+        audited: what was released of one image, by which preprocessings are told apart.
         made: the row of each attack, and its reconstruction; None where it failed. Of the rows that what was released
             proves, the one with the least residual is taken for what the client fed.
     """
-    base, seen = case.base, case.seen
-    if case.labels is None:
+    base, seen = audited.base, audited.seen
+    if audited.labels is None:
         return scorer, None
-    label = case.labels[0] if case.target is None else case.target
-    proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row["proof"] == case.what]
+    label = audited.labels[0] if audited.target is None else audited.target
+    proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row["proof"] == audited.what]
     effects, pixels = effects_of(seen.model, seen.defense), scorer.named.pixels
     if (
         not proven
@@ -174,15 +174,15 @@ def as_fed(scorer: ReferenceScorer, case: Given, made: Made) -> tuple[ReferenceS
     own_explains = is_explained(own, seen.client)
     if is_explained(left, seen.client) and (not own_explains or after > before + _PSNR_MARGIN):
         return replace(scorer, image=image), (
-            f"{otherwise}. It gives the released {case.what} {way} (residual {left:.2g}, {name} at {after:.2f} "
+            f"{otherwise}. It gives the released {audited.what} {way} (residual {left:.2g}, {name} at {after:.2f} "
             "dB): scores are by that."
         )
     if own_explains:
         return scorer, None
     return scorer, (
         f"{otherwise} and in none of {tried} usual ways (the nearest, {way}: residual {left:.2g}, {name} at "
-        f"{after:.2f} dB), or it is another image. {name} gives the released {case.what} (residual {proof:.2g}), the "
-        "reference does not: low scores say nothing here."
+        f"{after:.2f} dB), or it is another image. {name} gives the released {audited.what} (residual {proof:.2g}), "
+        "the reference does not: low scores say nothing here."
     )
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, first, pick_device, plain_data, warn
-from privlab.evaluation import Specification, applicable, default_attacks, stands_in, unread
+from privlab.evaluation import Case, applicable, default_attacks, stands_in, unread
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import head_of, labels_of_signs, slots_without_gradient
 from privlab.release.explained import explained_share
-from privlab.runs.audit_case import UNSCORED, Row, failed, unknown_images
 from privlab.runs.audit_certificate import certify
-from privlab.runs.audit_given import GIVE_WEIGHTS, Files, Given, other_weights, read_given
 from privlab.runs.audit_reference import ReferenceScorer, as_fed, write_scores
+from privlab.runs.audited import GIVE_WEIGHTS, Audited, Files, other_weights, read_audited
+from privlab.runs.audits import UNSCORED, Audit, Row, failed, unknown_images
 from privlab.runs.update_diagnosis import label_shares
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def audit_gradients(
     file: Files,
-    spec: Specification,
+    spec: Case,
     *,
     device: str = "auto",
     out: Path,
@@ -73,58 +73,60 @@ def audit_gradients(
     messages = list[str]()
     asides = [of_lpips] if of_lpips is not None and reference is not None else []  # they are said last
     with collect_warnings(messages):
-        case = read_given(file, spec, pick_device(device))
+        audited = read_audited(file, spec, pick_device(device))
         with collect_warnings(asides):
-            attacks, refused = _attacks(case)
-        if (reason := _nothing_left(case, attacks)) is not None:
+            attacks, refused = _attacks(audited)
+        if (reason := _nothing_left(audited, attacks)) is not None:
             attacks, refused = [], refused | {attack.name: reason for attack in attacks}
-        scorer = None if reference is None else ReferenceScorer.of(reference, case.spec, case.base)
+        scorer = None if reference is None else ReferenceScorer.of(reference, audited.spec, audited.base)
     names, files = (("before", "after"), file) if isinstance(file, tuple) else (("file",), (file,))
     content = {name: file_and_entry(path)[0].read_bytes() for name, path in zip(names, files, strict=True)}
-    images = unknown_images(case.source, b"".join(content.values()), case.file.batch_size)
-    if case.labels is not None and len({*case.labels}) == 1:
-        images = tuple(replace(image, label=case.labels[0], label_origin="released") for image in images)
+    images = unknown_images(audited.source, b"".join(content.values()), audited.file.batch_size)
+    if audited.labels is not None and len({*audited.labels}) == 1:
+        images = tuple(replace(image, label=audited.labels[0], label_origin="released") for image in images)
+    by: dict[str, Any] = {}
     if scorer is not None:
         images = (replace(images[0], name=scorer.named.name, sha256=scorer.named.sha256), *images[1:])
-        seen = replace(case.seen, photographs=scorer.photographs(case.base.preprocessing))
+        seen = replace(audited.seen, photographs=scorer.photographs(audited.base.preprocessing))
+        audited = replace(audited, seen=seen)
         by = {"public": scorer.public_sha256, "metrics": scorer.metrics, "missing": scorer.missing}
-        case = replace(case, seen=seen, **by)
-    case = replace(case, attacks=attacks, refused=refused, releases=[images])
+    by |= {"attacks": attacks, "refused": refused, "releases": [images]}
+    audit = Audit(spec=audited.spec, base=audited.base, source=audited.source, **by)
     run = RunDirectory.create(out, overwrite=overwrite)
-    facts = case.facts(out, command) | _stated(case, content) | ({"unscored": UNSCORED} if scorer is None else {})
+    facts = audit.facts(out, command) | _stated(audited, content) | ({"unscored": UNSCORED} if scorer is None else {})
     with run.noted(facts, messages):
         with collect_warnings(messages):
-            made = [_attack(case, attack, scorer, run) for attack in attacks]
+            made = [_attack(audit, audited, attack, scorer, run) for attack in attacks]
             rows, facts["reference"], exact = [row for row, _ in made], None, False
-            if case.unexplained is not None and not any(row["proof"] for row in rows):
-                warn(case.unexplained)
+            if audited.unexplained is not None and not any(row["proof"] for row in rows):
+                warn(audited.unexplained)
             if scorer is not None:
-                scorer, facts["reference"] = as_fed(scorer, case, made)
+                scorer, facts["reference"] = as_fed(scorer, audited, made)
                 rows = [scorer.control(), *(row if x is None else row | scorer(x) for row, x in made)]
                 exact = any(scorer.is_exact(x) for _, x in made if x is not None)
-                write_scores(case, scorer, rows, made, run)
-        messages += asides + [f"{name} is n/a: {reason}" for name, reason in case.missing.items()]
-        leaks = False if case.file.is_zero else exact or any(row.get("explained") for row in rows) or None
-        facts |= {"flags": _flags(case, rows), "attacks": plain_data(rows), "leaks": leaks}
-        if scorer is None and (proven := [row for row in rows if row["proof"] == case.what]):
+                write_scores(audit, scorer, rows, made, run)
+        messages += asides + [f"{name} is n/a: {reason}" for name, reason in audit.missing.items()]
+        leaks = False if audited.file.is_zero else exact or any(row.get("explained") for row in rows) or None
+        facts |= {"flags": _flags(audited, rows), "attacks": plain_data(rows), "leaks": leaks}
+        if scorer is None and (proven := [row for row in rows if row["proof"] == audited.what]):
             names, left = first([row["attack"] for row in proven]), max(row["residual"] for row in proven)
             facts["unscored"] += (
-                f" What gives the released {case.what} (residual {left:.1e}) was reconstructed by {names}."
+                f" What gives the released {audited.what} (residual {left:.1e}) was reconstructed by {names}."
             )
-    return case.run(out)
+    return audit.run(out)
 
 
-def _stated(case: Given, content: Mapping[str, bytes]) -> dict[str, Any]:
+def _stated(audited: Audited, content: Mapping[str, bytes]) -> dict[str, Any]:
     """Return what `run.json` states of the files, whose bytes are `content`."""
-    base, file = case.base, case.file
+    base, file = audited.base, audited.file
     released = {name: getattr(file, name) for name in ("batch_size", "reduction", "model", "weights_sha256")}
     released |= {"file": file.source, "gradients": len(file.gradients), "without_gradient": sorted(file.without)}
     released["sha256"] = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
     victim = {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params()
-    return {"victim": victim, "released": released, "labels": case.labels}
+    return {"victim": victim, "released": released, "labels": audited.labels}
 
 
-def _attacks(case: Given) -> tuple[list[Attack], dict[str, str]]:
+def _attacks(audited: Audited) -> tuple[list[Attack], dict[str, str]]:
     """Return the attacks that can run on what the file grants, and the reason for each other one.
 
     Raises:
@@ -133,12 +135,12 @@ def _attacks(case: Given) -> tuple[list[Attack], dict[str, str]]:
     Warns:
         PrivlabWarning: for the others that cannot run, by reason.
     """
-    spec, seen = case.spec, case.seen
-    groups, refused = applicable(spec, case.base, stand_ins=True)
+    spec, seen = audited.spec, audited.seen
+    groups, refused = applicable(spec, audited.base, stand_ins=True)
     able: list[Attack] = []
     for attack in (cast(Attack, attack) for group in groups for attack in group.attacks):
         try:
-            check_capabilities(attack, seen.grants, force=spec.force)
+            check_capabilities(attack, seen.grants, force=spec.adversary.force)
         except PrivlabError as refusal:
             refused[attack.name] = str(refusal)
             continue
@@ -146,15 +148,14 @@ def _attacks(case: Given) -> tuple[list[Attack], dict[str, str]]:
             refused[attack.name] = f"Attack '{attack.name}' reads gradients that the file lacks: {', '.join(lacking)}."
         else:
             able.append(attack)
-    if spec.attacks is not None and refused:
+    if spec.adversary.attacks is not None and refused:
         name, refusal = next(iter(refused.items()))
         lacks = installed_attacks()[name].requires - seen.grants
-        if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen, spec.effort)):
-            refusal += f" Of {case.file.batch_size} images in one gradient --attack {asked[0]} can be tried."
+        if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen, spec.adversary.effort)):
+            refusal += f" Of {audited.file.batch_size} images in one gradient --attack {asked[0]} can be tried."
         if lacks == {Capability.KNOWS_WEIGHTS}:
-            refusal = (
-                f"Attack '{name}' needs the client's weights. {other_weights(case.file, case.base)}. {GIVE_WEIGHTS}"
-            )
+            other = other_weights(audited.file, audited.base)
+            refusal = f"Attack '{name}' needs the client's weights. {other}. {GIVE_WEIGHTS}"
         raise PrivlabError(refusal)
     by_reason: dict[str, list[str]] = {}
     for name, refusal in refused.items():
@@ -164,24 +165,24 @@ def _attacks(case: Given) -> tuple[list[Attack], dict[str, str]]:
         needs = reason.replace("needs what this observation does not grant: ", "needs ")
         warn(f"Left out: {', '.join(names)}. {who} {needs} See `privlab explain {names[0]}`.")
     running = {attack.name for attack in able}
-    return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)], refused
+    return [attack for attack in able if spec.adversary.attacks is not None or not stands_in(attack, running)], refused
 
 
-def _nothing_left(case: Given, attacks: Sequence[Attack]) -> str | None:
+def _nothing_left(audited: Audited, attacks: Sequence[Attack]) -> str | None:
     """Return that filters left no entry of a release that any of the attacks reads, and warn of it; else None.
 
     Raises:
         PrivlabError: if an attack was asked for by name: else this is a result.
     """
-    gradients, filters = case.seen.gradients, Stack(tuple(case.seen.defense)).on_gradients
+    gradients, filters = audited.seen.gradients, Stack(tuple(audited.seen.defense)).on_gradients
     read = {name for attack in attacks for name in (gradients if "*" in attack.parameters else attack.parameters)}
     if not filters or not read or any(gradients[name].any() for name in read):
         return None
     reason = (
-        f"{case.source}: no evidence: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. "
+        f"{audited.source}: no evidence: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. "
         f"Found {' + '.join(map(str, filters))}. That no attack can run is no evidence of privacy."
     )
-    if case.spec.attacks is not None:
+    if audited.spec.adversary.attacks is not None:
         raise PrivlabError(reason)
     warn(reason)
     return reason
@@ -202,20 +203,20 @@ def _on_request(seen: Observation, effort: str) -> list[str]:
 
 
 def _attack(
-    case: Given, attack: Attack, scorer: ReferenceScorer | None, run: RunDirectory
+    audit: Audit, audited: Audited, attack: Attack, scorer: ReferenceScorer | None, run: RunDirectory
 ) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
     """Run one attack, write its images and then its records, and return its row and its reconstruction, if it has one.
 
     Reconstructions are checked by what they give (`certify`).
     """
-    seen = case.seen
+    seen = audited.seen
     row: Row = {"attack": attack.name, "block": "april" if Capability.APRIL_BLOCK in seen.grants else "stock"}
     row |= {"explained": None, "proof": None, "fitted": {}}
-    (release,) = case.releases
-    if case.file.is_zero:
-        records, images = failed(case.records(attack, release), "what is released is zero"), None
+    (release,) = audit.releases
+    if audited.file.is_zero:
+        records, images = failed(audit.records(attack, release), "what is released is zero"), None
     else:
-        records, images = case.attack(attack, seen, release)
+        records, images = audit.attack(attack, seen, release)
     if (beyond := records[0].get("beyond_range")) is not None:
         row["beyond_range"] = beyond
     if images is None:
@@ -225,14 +226,16 @@ def _attack(
     row["seconds"] = round(sum(record["seconds_attack"] for record in records), 4)
     darkest, lightest = images.flatten(2).aminmax(dim=2)
     row["blank"] = bool((lightest - darkest < 1 / 255).all())
-    found = certify(seen, images, case.target, checked=not case.changed, of_levels=bool(getattr(attack, "levels", 0)))
+    found = certify(
+        seen, images, audited.target, checked=not audited.changed, of_levels=bool(getattr(attack, "levels", 0))
+    )
     row |= {"explained": found.explained, "proof": found.proof}
     if found.residual is not None:
         row["residual"] = found.residual
         share: Row = {"explained": explained_share(found.residual)}
         records = [record | share for record in records]
-    if found.proof == case.what:
-        row["fitted"] = dict(case.fitted)
+    if found.proof == audited.what:
+        row["fitted"] = dict(audited.fitted)
     order = list(range(len(images)))
     if scorer is not None:
         order.insert(0, order.pop(scorer.nearest(images)))
@@ -243,9 +246,9 @@ def _attack(
     return row, images
 
 
-def _flags(case: Given, rows: Sequence[Row]) -> list[str]:
+def _flags(audited: Audited, rows: Sequence[Row]) -> list[str]:
     """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack."""
-    spec, released, seen, base, told = case.spec, case.file, case.seen, case.base, case.told
+    spec, released, seen, base, told = audited.spec, audited.file, audited.seen, audited.base, audited.told
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
     found = []
@@ -257,7 +260,7 @@ def _flags(case: Given, rows: Sequence[Row]) -> list[str]:
             f"visible mask: {int(masked.sum())} of {len(masked)} position embeddings have no gradient, as under MJP: "
             "which patches were shuffled is public"
         )
-    if spec.effort == "quick":
+    if spec.adversary.effort == "quick":
         found.append("low effort: quick, less than the standard effort")
     if len(masked) >= width:
         found.append(f"more tokens than equations: N = {len(masked)} ≥ D = {width}, so closed forms are not exact")
@@ -267,21 +270,24 @@ def _flags(case: Given, rows: Sequence[Row]) -> list[str]:
             "which is no evidence of privacy"
         )
     tried = (
-        spec.attacks is not None or case.changed or (released.batch_size == 1 and any("block" in row for row in rows))
+        spec.adversary.attacks is not None
+        or audited.changed
+        or (released.batch_size == 1 and any("block" in row for row in rows))
     )
-    if not tried and (asked := _on_request(seen, spec.effort)):
+    if not tried and (asked := _on_request(seen, spec.adversary.effort)):
         found.append(
-            f"not tried, as these searches are not of effort {spec.effort}: {first(asked, 3)}. Add --attack {asked[0]}"
+            f"not tried, as these searches are not of effort {spec.adversary.effort}: {first(asked, 3)}. "
+            f"Add --attack {asked[0]}"
         )
-    mean = head_of(released) if case.changed else None
+    mean = head_of(released) if audited.changed else None
     if mean is not None and (by_signs := labels_of_signs(mean, released.batch_size)):
         found.append(
             "labels given away by signs in the gradient of the head, if they are not smoothed: "
             f"{first(map(str, by_signs), 16)}"
         )
-    if "label" in case.fitted:
-        found.append(f"label: {label_shares(case.fitted['label'])}")
-    if fitted := [f"client.{name}={value}" for name, value in case.fitted.items() if name != "label"]:
+    if "label" in audited.fitted:
+        found.append(f"label: {label_shares(audited.fitted['label'])}")
+    if fitted := [f"client.{name}={value}" for name, value in audited.fitted.items() if name != "label"]:
         found.append(f"fitted to the update: {first(fitted, 8)}")
     if told is not None and told.certain:
         among = "" if told.all_certain else "among them "

@@ -19,7 +19,8 @@ from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.tokens import QKV, Mlp, Reads, embeddings_of_tokens, separate
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import EncryptedEmbedding, GradientNoise, Jigsaw, Mjp
-from privlab.evaluation import Specification, applicable
+from privlab.evaluation import applicable
+from privlab.grids import specify
 from privlab.metrics import assign_images, in_best_order, psnr
 from privlab.release import gradient_capabilities, observe, released_parameters
 from privlab.threat import GradientDefense, Observation, Reconstruction, Stack, check_capabilities
@@ -264,7 +265,7 @@ def names(cells: list, /) -> set[str]:
 
 
 def test_it_runs_unnamed_only_where_others_cannot(tiny_vit: Callable[..., VisionTransformer]) -> None:
-    spec = Specification(models=("a model of one's own",))
+    spec = specify(model=("a model of one's own",))
     learnt, bare = victim(tiny_vit()), victim(tiny_vit(pos_embed="none"))
     vit = tiny_vit()
     vit.patch_embed.proj.weight.requires_grad_(False)
@@ -277,7 +278,7 @@ def test_it_runs_unnamed_only_where_others_cannot(tiny_vit: Callable[..., Vision
         assert {"patch-gradient", "mjp-full"} <= refused.keys()
         assert (PATCH in [name for cell in cells for name in cell.parameters]) == (base is bare)
     assert f"reads gradients of frozen parameters: {PATCH}" in applicable(spec, frozen)[1]["patch-gradient"]
-    named = Specification(models=spec.models, attacks=("mjp-full", "token-separation"))
+    named = specify(model=spec.victim.models, attack=("mjp-full", "token-separation"))
     assert names(applicable(named, learnt)[0]) == {"mjp-full", "token-separation"}
 
 

@@ -20,7 +20,7 @@ from privlab.benchmark.results import PACKAGE, Result, defense_entries
 from privlab.benchmark.rule import judge
 from privlab.benchmark.submit import worth_of
 from privlab.benchmark.tracks import TrackCase, photographs, track
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.images import Data
 from privlab.report.tables.knowledge import AGGREGATION, declared_defenses
 
@@ -37,12 +37,12 @@ def card(*pairs: tuple[str, str]) -> Card:
     return parse_card(text, Path("my.toml"))
 
 
-def asked(of: Card, setting: str) -> Specification:
+def asked(of: Card, setting: str) -> Case:
     return Measurement(of).specification(OF.cases[1], setting, ["client-unrolling"])
 
 
 def test_the_card_sets_how_many_clients_there_are_and_nothing_else() -> None:
-    plain, mean = (asked(card(), setting).local_training for setting in ("a", "c"))
+    plain, mean = (asked(card(), setting).client for setting in ("a", "c"))
     assert plain is not None
     assert mean is not None
     assert (plain.clients, mean.clients) == (1, 4)
@@ -91,10 +91,10 @@ def test_without_secure_aggregation_a_part_is_one_run() -> None:
     assert [*measure._runs(asked(card(), "c"), "bundled")] == ["bundled", "bundled-left"]
 
 
-def ran(spec: Specification, *given: object, **how: object) -> Any:
+def ran(spec: Case, *given: object, **how: object) -> Any:
     """Return what a run would record, and write nothing: a row for each of its photographs."""
-    assert isinstance(spec.images, Data)
-    hashes = [image.sha256 for image in spec.images.without_pixels()]
+    assert isinstance(spec.data.images, Data)
+    hashes = [image.sha256 for image in spec.data.images.without_pixels()]
     rows = {"attack": "client-unrolling", "setting": spec.settings[0], "geometry": "in_place", "draw": 0}
     found = DataFrame(rows | {"image_sha256": hashes, "image": "", "defense": "none", "defense_params": "{}"})
     return type("Outcome", (), {"records": found})

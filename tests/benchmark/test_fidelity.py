@@ -10,7 +10,7 @@ from torch.nn.functional import cosine_similarity
 from privlab.benchmark.cards import parse_card
 from privlab.benchmark.submit import fidelity
 from privlab.defenses import ExcludeVars, GradientPruning
-from privlab.evaluation import Specification
+from privlab.grids import specify
 from privlab.images import open_images
 from privlab.release import observe, released_parameters
 from privlab.victims import victim
@@ -35,7 +35,7 @@ def cosine(plain: dict[str, Tensor], released: dict[str, Tensor]) -> float:
 
 @pytest.mark.slow
 def test_what_is_withheld_counts_as_lost(undefended: dict[str, Tensor]) -> None:
-    spec, withheld = Specification(models=("cifar_vit",), metrics=("psnr",)), ExcludeVars("^blocks")
+    spec, withheld = specify(model=("cifar_vit",), metrics=("psnr",)), ExcludeVars("^blocks")
     left = {name: g for name, g in undefended.items() if not name.startswith("blocks")}
     kept = fidelity(spec, [withheld])
     assert kept == pytest.approx(cosine(undefended, left), abs=1e-3)
@@ -45,7 +45,7 @@ def test_what_is_withheld_counts_as_lost(undefended: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 def test_what_is_pruned_counts_as_lost(undefended: dict[str, Tensor]) -> None:
-    spec, pruning = Specification(models=("cifar_vit",), metrics=("psnr",)), GradientPruning(0.1)
+    spec, pruning = specify(model=("cifar_vit",), metrics=("psnr",)), GradientPruning(0.1)
     released = pruning.release(undefended, [Generator() for _ in range(14)])
     assert fidelity(spec, [pruning]) == pytest.approx(cosine(undefended, dict(released)), abs=1e-3)
 

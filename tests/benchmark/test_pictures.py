@@ -15,7 +15,8 @@ from privlab.benchmark.page import best_rows, fragment, pictures, pictures_of
 from privlab.benchmark.results import Result, defense_entries
 from privlab.benchmark.rule import Judged, standings
 from privlab.benchmark.tracks import photographs
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
+from privlab.grids import specify
 from privlab.report.tables import load_results
 from privlab.runs import execute
 
@@ -28,10 +29,10 @@ def pixels(uri: str) -> np.ndarray:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run directory of one draw of a shuffle of two photographs."""
     out = tmp_path_factory.mktemp("run") / "one"
-    spec = Specification(
-        models=("cifar_vit",),
-        settings=("c",),
-        attacks=("patch-gradient",),
+    spec = specify(
+        model=("cifar_vit",),
+        setting=("c",),
+        attack=("patch-gradient",),
         metrics=("psnr",),
         limit=2,
         defense="jigsaw",
@@ -60,7 +61,7 @@ def test_the_picture_is_what_is_scored(run: Path) -> None:
 
 
 def test_the_run_of_a_picture_is_that_of_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Specification] = []
+    asked: list[Case] = []
     monkeypatch.setattr(Measurement, "_run", lambda own, case, spec, *given: asked.append(spec))
     row = {
         "case": "one step",
@@ -70,7 +71,7 @@ def test_the_run_of_a_picture_is_that_of_its_draw(tmp_path: Path, monkeypatch: p
         "image_sha256": next(iter(photographs("bundled"))),
     }
     Measurement(defense_entries("gradients", ["jigsaw"])[0], out=tmp_path).run_with_pictures(row)
-    assert [(spec.draw, spec.draws, spec.attacks) for spec in asked] == [(7, 1, ("mjp-full",))]
+    assert [(spec.draw, spec.draws, spec.words.attacks) for spec in asked] == [(7, 1, ("mjp-full",))]
 
 
 def of_stem(*stems: str) -> list[Result]:

@@ -18,7 +18,7 @@ from privlab.benchmark.cards import parse_card, write_template
 from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
 from privlab.benchmark.results import PACKAGE, defense_entries, read_result, write_result
 from privlab.benchmark.tracks import TrackCase, photographs
-from privlab.evaluation import Specification
+from privlab.evaluation import Case
 from privlab.images import open_images
 
 ROOT = Path(__file__).parents[2]
@@ -146,8 +146,8 @@ def test_the_adversary_s_own_photographs_are_used_and_told(tmp_path: Path) -> No
         Image.effect_noise((40 + i, 40), 60.0).convert("RGB").save(own / f"{i}.png")
     how, card = Photographs(public=str(own)), defense_entries("features", ["blur"])[0]
     asked = Measurement(card, how).specification(card.of.cases[0], "c", ["least-squares"])
-    assert (asked.public, asked.public_limit) == ((str(own),), PUBLIC_LIMIT)
-    assert Measurement(card).specification(card.of.cases[0], "c", ["least-squares"]).public == ("samples",)
+    assert (asked.adversary.public, asked.adversary.public_limit) == ((str(own),), PUBLIC_LIMIT)
+    assert Measurement(card).specification(card.of.cases[0], "c", ["least-squares"]).adversary.public == ("samples",)
     names = [sha256((own / f"{i}.png").read_bytes()).hexdigest() for i in range(3)]
     assert how.public_sha256() == sha256("/".join(names).encode()).hexdigest()
     assert Photographs().public_sha256() is None
@@ -171,8 +171,8 @@ def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
 def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ran(own: Measurement, case: TrackCase, spec: Specification, *given: object) -> DataFrame:
-        attack, setting = spec.attacks or (), spec.settings[0]
+    def ran(own: Measurement, case: TrackCase, spec: Case, *given: object) -> DataFrame:
+        attack, setting = spec.words.attacks or (), spec.settings[0]
         return DataFrame({"attack": [*attack], "setting": setting, "geometry": "in_place", "draw": 0})
 
     monkeypatch.setattr(Measurement, "_run", ran)

@@ -16,7 +16,8 @@ from PIL import Image
 import privlab
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError
-from privlab.evaluation import COLUMNS, GEOMETRIES, Specification, applicable
+from privlab.evaluation import COLUMNS, GEOMETRIES, applicable
+from privlab.grids import specify
 from privlab.metrics import EXACT_DB
 from privlab.victims import victim
 
@@ -25,16 +26,16 @@ CONTROLS = ["control:mean", "control:other", "control:shuffled", "control:flat"]
 
 
 def test_worst_case_is_what_runs_where_no_attack_is_named() -> None:
-    assert Specification(models=("vit_ti",), attacks=("worst-case",)) == Specification(models=("vit_ti",))
+    assert specify(model=("vit_ti",), attack=("worst-case",)) == specify(model=("vit_ti",))
     with pytest.raises(PrivlabError, match=r"'worst-case'.*april,worst-case"):
-        Specification(models=("vit_ti",), attacks=("april", "worst-case"))
+        specify(model=("vit_ti",), attack=("april", "worst-case"))
     with pytest.raises(PrivlabError, match="Did you mean worst-case"):
-        Specification(models=("vit_ti",), attacks=("worst-cas",))
+        specify(model=("vit_ti",), attack=("worst-cas",))
 
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
-    spec = Specification(models=("vit_ti_mjp",), settings=("c",), weights="random", img_size=32)
+    spec = specify(model=("vit_ti_mjp",), setting=("c",), weights="random", img_size=32)
     cells, _ = applicable(spec, victim("vit_ti_mjp", weights="random", img_size=32))
     first, last = ([attack.name for attack in cell.attacks] for cell in cells)
     assert first == ["april"]

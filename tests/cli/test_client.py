@@ -13,8 +13,8 @@ import torch
 
 import privlab
 from privlab.base import PrivlabError
-from privlab.evaluation import CONTROLS, Rows, Specification, applicable
-from privlab.grids import read_experiment
+from privlab.evaluation import CONTROLS, Case, Rows, applicable
+from privlab.grids import read_experiment, specify
 from privlab.release import observe_updates
 from privlab.threat import CLIENT_PRESETS, Client, ClientData
 from privlab.victims import victim
@@ -25,8 +25,8 @@ Cli = Callable[..., Any]
 ROUND = ("--set", "client.lr=0.1", "--set", "client.steps=3")
 
 
-def spec(**given: Any) -> Specification:
-    return Specification(models=("vit_ti",), weights="random", img_size=32, **given)
+def spec(**given: Any) -> Case:
+    return specify(model=("vit_ti",), weights="random", img_size=32, **given)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_cells_of_other_clients_are_other_cells() -> None:
     base = victim("vit_ti", weights="random", img_size=32)
 
     def cell(client: str | None, *options: str) -> str:
-        made = spec(client=client, options=options, attacks=("patch-gradient",))
+        made = spec(client=client, options=options, attack=("patch-gradient",))
         return Rows(made, base, ()).cells("a", applicable(made, base)[0])["patch-gradient"]
 
     found = [cell(None), cell("sgd"), cell("sgd", "client.lr=0.02"), cell("adam"), cell("sgd", "client.clip=1")]
@@ -125,12 +125,12 @@ def test_cells_of_other_clients_are_other_cells() -> None:
 
 def test_a_preset_is_its_client_and_an_option_for_the_length_takes_the_place_of_its_own() -> None:
     for name, client in CLIENT_PRESETS.items():
-        assert spec(client=name).local_training == client
-    made = spec(client="mediswarm", options=("client.steps=3", "client.lr=0.5")).local_training
+        assert spec(client=name).client == client
+    made = spec(client="mediswarm", options=("client.steps=3", "client.lr=0.5")).client
     assert made is not None
     assert (made.steps, made.epochs, made.lr, made.weight_decay) == (3, None, 0.5, 0.01)
-    assert spec(client="adam").local_training == Client(optimiser="adam")
-    assert spec().local_training is None
+    assert spec(client="adam").client == Client(optimiser="adam")
+    assert spec().client is None
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_a_table_takes_clients_and_their_options_as_keys(tmp_path: Path) -> None
         'set = ["client.images=1"]\n\n[grid]\n"client.steps" = [1, 5]\n\n[[case]]\n"client.lr" = 0.5\n'
     )
     cases = read_experiment(file).cases
-    made = [case.runs[0].local_training for case in cases]
+    made = [case.runs[0].client for case in cases]
     assert made == [Client(lr=0.5, momentum=0.9, nesterov=True, steps=n) for n in (1, 5)]
     assert [case.options["client.steps"] for case in cases] == [1, 5]
     for text, line, message in (

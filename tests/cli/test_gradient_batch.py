@@ -18,11 +18,12 @@ from torch import Tensor
 import privlab
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabWarning
-from privlab.evaluation import CONTROLS, Batch, Controls, Rows, Specification, plan
+from privlab.evaluation import CONTROLS, Batch, Controls, Rows, plan
+from privlab.grids import specify
 from privlab.images import NamedImage, Others
 from privlab.metrics import assign_images
 from privlab.patches import patchify, unpatchify
-from privlab.threat import Capability, Observation, Reconstruction
+from privlab.threat import Capability, Gradient, Observation, Reconstruction
 from privlab.victims import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -242,13 +243,13 @@ def test_the_keys_of_one_image_are_what_they_were(kind: str) -> None:
         "features": {"release": "features", "client_batch": 4},
     }
     name = "pe-assignment" if kind == "features" else "patch-gradient"
-    spec = Specification(models=("vit_ti_mjp",), settings=("c",), attacks=(name,), **options[kind])
+    spec = specify(model=("vit_ti_mjp",), setting=("c",), attack=(name,), **options[kind])
     base = victim("vit_ti_mjp", weights="random", img_size=32)
     base = replace(base, weights=replace(base.weights, sha256="0" * 64))
     keys = Rows(spec, base, ("a" * 64,)).cells("c", plan(spec, base))
     assert keys[name] == GOLDEN[kind]
     if kind == "gradients":
-        two = replace(spec, gradient_batch=2, attacks=("breaching:modern",))
-        one = replace(two, gradient_batch=1)
+        one = specify("vit_ti_mjp", "c", attack="breaching:modern")
+        two = replace(one, release=Gradient(2))
         cells = [Rows(s, base, ("a" * 64,)).cells("c", plan(s, base)) for s in (one, two)]
         assert cells[0]["breaching:modern"] != cells[1]["breaching:modern"]

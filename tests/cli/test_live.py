@@ -15,8 +15,8 @@ from rich.console import Console, ConsoleDimensions
 import privlab.cli.live
 from privlab.base import PrivlabError
 from privlab.cli.live import engine_of, run_display
-from privlab.evaluation import COLUMNS, Specification
-from privlab.grids import Engine, Result, Task
+from privlab.evaluation import COLUMNS
+from privlab.grids import Engine, Result, Task, specify
 from privlab.images import NamedImage
 
 SEARCH = ("--model", "vit_ti_mjp", "--setting", "c", "--attack", "mjp-full,april", "--metrics", "psnr")
@@ -31,7 +31,7 @@ def result(image: str, seconds: float = 1.0, worker: str = "here", **scores: flo
         for geometry, more in (("in_place", 0.0), ("reassembled", -1.0), ("oracle", 5.0))
     ]
     rows.append(own | {"attack": "control:mean", "geometry": "in_place", "psnr": 12.0})
-    spec = Specification(models=("vit_ti",), metrics=("mse", "psnr"))
+    spec = specify(model=("vit_ti",), metrics=("mse", "psnr"))
     task = Task(0, spec, ("c",), (NamedImage(image, image, None),), dict.fromkeys(scores, ""), ())
     return Result(task, pa.Table.from_pylist(rows, schema=COLUMNS), seconds=seconds, worker=worker)
 

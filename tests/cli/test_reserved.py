@@ -94,7 +94,7 @@ def test_the_default_directory_of_an_audit_is_there_before_its_work(
 def test_a_directory_of_something_else_is_refused_before_the_work(
     cli: Cli, files: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, kind: str, name: str, said: str
 ) -> None:
-    for work in ("audit_release.read_given", "audit_recording.audited_victim"):
+    for work in ("audit_release.read_audited", "audit_recording.audited_victim"):
         monkeypatch.setattr(f"privlab.runs.{work}", lambda *_, **__: pytest.fail("the work began"))
     Path("there").mkdir()
     Path("there", name).write_text(json.dumps({"specification": {}, "status": "finished"}))

@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from privlab.attacks import ATTACKS
 from privlab.evaluation import (
     AttackGroup,
+    Case,
     Evaluator,
     Record,
-    Specification,
     applicable,
     check,
     default_attacks,
 )
+from privlab.grids import specify
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.inventory.explain import explain
 from privlab.inventory.texts import arguments_of, docstrings
@@ -37,15 +38,15 @@ METRICS = ("mse", "psnr", "ssim", "ssim_skimage", "fft2d", "fft2d_mjp", "psnr_af
 SHARED: dict[str, dict[str, Any]] = {
     "mjp": {"gamma": 0.25},
     "two in one": {"gamma": 0.5, "gradient_batch": 2, "defense": "jigsaw"},
-    "noise": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attacks": ("patch-gradient-adaptive",)},
-    "update": {"client": "sgd", "settings": ("a",)},
-    "adam": {"client": "adamw", "settings": ("a",)},
-    "means": {"client": "sgd", "settings": ("a",), "options": ("client.clients=2", "client.steps=1")},
+    "noise": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attack": ("patch-gradient-adaptive",)},
+    "update": {"client": "sgd", "setting": ("a",)},
+    "adam": {"client": "adamw", "setting": ("a",)},
+    "means": {"client": "sgd", "setting": ("a",), "options": ("client.clients=2", "client.steps=1")},
     "rows": {"defense": "row-permutation"},
     "columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},
     "noisy features": {"defense": "gaussian-noise"},
-    "posterior": {"defense": "gaussian-noise+row-permutation", "attacks": ("map-inversion", "map-unet")},
+    "posterior": {"defense": "gaussian-noise+row-permutation", "attack": ("map-inversion", "map-unet")},
     "filter": {"defense": "blur", "release": "features"},
     "mixture": {"defense": "cutmix", "release": "features"},
     "values": {"defense": "block-scrambling"},
@@ -67,7 +68,7 @@ def of_example(name: str) -> dict[str, Any]:
     """Return the case that the example on the page of an attack describes."""
     example = arguments_of(explain(name).sections["Example"])
     given: dict[str, Any] = {key: example[key] for key in ("release", "defense", "client", "options") if key in example}
-    return given | {"attacks": (name,)} | ({"settings": ("a",)} if "client" in given else {"gamma": 0.5})
+    return given | {"attack": (name,)} | ({"setting": ("a",)} if "client" in given else {"gamma": 0.5})
 
 
 CASES = SHARED | {name: of_example(name) for name in ASKED_FOR}
@@ -107,12 +108,10 @@ DOWNLOADS = {
 Scored = tuple[list[Record], dict[str, Counter[tuple[str, str]]]]
 
 
-def specification(case: str) -> Specification:
+def specification(case: str) -> Case:
     given = CASES[case]
-    options = (*short(given.get("attacks") or default_attacks()), "border.rounds=0", *given.get("options", ()))
-    return Specification(
-        **({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given | {"options": options})
-    )
+    options = (*short(given.get("attack") or default_attacks()), "border.rounds=0", *given.get("options", ()))
+    return specify(**({"model": ("tiny",), "metrics": METRICS, "setting": ("c",)} | given | {"options": options}))
 
 
 def groups_of(case: str, base: Victim) -> tuple[AttackGroup, ...]:

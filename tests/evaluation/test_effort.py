@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import pandas as pd
 import pytest
 
-import privlab.evaluation.specification
+import privlab.evaluation.case
 from privlab.attacks import ATTACKS, attacks
 from privlab.base import PrivlabError
-from privlab.evaluation import Specification, applicable
+from privlab.evaluation import applicable
+from privlab.evaluation.case import Adversary, default_attacks
 from privlab.evaluation.names import EFFORTS
-from privlab.evaluation.specification import attack_of, default_attacks
-from privlab.grids import read_experiment
+from privlab.grids import read_experiment, specify
 from privlab.threat import AttackDeclarations, attack_declarations
 from privlab.victims import victim
 
@@ -32,7 +32,7 @@ FEATURES = {
 
 
 def test_the_usual_effort_is_the_standard_one() -> None:
-    assert Specification(models=("vit_ti",)).effort == AttackDeclarations().effort == "standard"
+    assert specify(model=("vit_ti",)).adversary.effort == AttackDeclarations().effort == "standard"
 
 
 @pytest.mark.parametrize(("release", "by_effort"), [("gradients", GRADIENTS), ("features", FEATURES)])
@@ -43,8 +43,8 @@ def test_each_effort_adds_its_own_attacks_to_those_of_the_lower_ones(
     base, expected, efforts = victim("vit_ti_mjp", weights="random", img_size=64), set[str](), set[str]()
     for effort in EFFORTS:
         efforts.add(effort)
-        spec = Specification(
-            models=("vit_ti_mjp",), settings=("c",), weights="random", img_size=64, release=release, effort=effort
+        spec = specify(
+            model=("vit_ti_mjp",), setting=("c",), weights="random", img_size=64, release=release, effort=effort
         )
         groups, refused = applicable(spec, base)
         expected |= by_effort[effort]
@@ -64,23 +64,20 @@ def test_no_effort_runs_what_must_be_named() -> None:
 @pytest.mark.parametrize("name", [name for name in ATTACKS if attack_declarations(ATTACKS[name]).at_full])
 def test_full_effort_has_larger_budgets_that_options_overrule(name: str) -> None:
     larger = attack_declarations(ATTACKS[name]).at_full
-    usual, most = (
-        attack_of(name, Specification(models=("vit_ti",), attacks=(name,), effort=effort))
-        for effort in ("standard", "full")
-    )
+    usual, most = (Adversary(effort=effort).made(ATTACKS[name]) for effort in ("standard", "full"))
     changed = {f.name for f in fields(usual) if getattr(usual, f.name) != getattr(most, f.name)}  # pyright: ignore[reportArgumentType]
     assert changed == {*larger}
     assert all(getattr(most, option) == n > getattr(usual, option) for option, n in larger.items())
     option = next(iter(larger))
-    spec = Specification(models=("vit_ti",), attacks=(name,), effort="full", options=(f"{name}.{option}=1",))
-    assert getattr(attack_of(name, spec), option) == 1
+    spec = specify(model=("vit_ti",), attack=(name,), effort="full", options=(f"{name}.{option}=1",))
+    assert [getattr(attack, option) for attack in spec.adversary.attacks or ()] == [1]
 
 
 def test_an_option_of_an_attack_that_this_effort_leaves_out_is_refused() -> None:
-    given: dict[str, Any] = {"models": ("vit_ti",), "options": ("inner=3",)}
-    Specification(**given)
+    given: dict[str, Any] = {"model": ("vit_ti",), "options": ("inner=3",)}
+    specify(**given)
     with pytest.raises(PrivlabError, match="inner"):
-        Specification(**given, effort="quick")
+        specify(**given, effort="quick")
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,11 @@ class Hasty:
 
 def test_an_effort_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with pytest.raises(PrivlabError, match=r"'ful'.*full\?"):
-        Specification(models=("vit_ti",), effort="ful")
+        specify(model=("vit_ti",), effort="ful")
     (file := tmp_path / "own.toml").write_text('[run]\neffort = "most"\n[[case]]\nmodel = "vit_ti"\n')
     with pytest.raises(PrivlabError, match=r"own\.toml.*2.*'most'"):
         read_experiment(file)
-    monkeypatch.setattr(privlab.evaluation.specification, "installed_attacks", lambda: {**attacks(), "hasty": Hasty})
+    monkeypatch.setattr(privlab.evaluation.case, "installed_attacks", lambda: {**attacks(), "hasty": Hasty})
     with pytest.raises(PrivlabError, match="'fast'"):
         default_attacks()
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from privlab.evaluation import Specification
 from privlab.evaluation.lpips_choice import begun_lpips, choose_lpips, named_lpips, with_lpips
+from privlab.grids import specify
 from privlab.metrics import LpipsUnavailable
 
 ALEX, SQUEEZE = ("alex", None), ("squeeze", "AlexNet is not here.")
@@ -60,14 +60,14 @@ def test_the_name_gives_way_once() -> None:
 def test_a_metric_that_is_named_is_never_replaced(at_hand: Any) -> None:
     at_hand[None] = SQUEEZE
     for name in ("lpips_alex", "lpips_vgg"):
-        spec = Specification(models=("vit_ti",), metrics=("psnr", name))
+        spec = specify(model=("vit_ti",), metrics=("psnr", name))
         assert with_lpips(spec, {}) == (spec, None)
-    default = Specification(models=("vit_ti",))
+    default = specify(model=("vit_ti",))
     assert with_lpips(default, {})[0].metrics == (*default.metrics[:-1], "lpips_squeeze")
     assert default.metrics[-1] == "lpips"
 
 
 def test_a_place_that_holds_no_backbone_is_an_error(tmp_path: Any) -> None:
-    spec = Specification(models=("vit_ti",), lpips_weights=str(tmp_path))
+    spec = specify(model=("vit_ti",), lpips_weights=str(tmp_path))
     with pytest.raises(LpipsUnavailable, match="lpips_alex: found no file"):
         with_lpips(spec, {})

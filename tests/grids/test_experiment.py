@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError, read_text
+from privlab.defenses import Blur
 from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import KNOWN, Experiment, Layout, read_experiment
 from privlab.metrics import METRICS, STRUCTURE
@@ -28,7 +30,7 @@ def test_shortest_file(parse: Callable[..., Experiment]) -> None:
     (case,) = found.cases
     assert (case.label, case.group, case.options, case.published) == ("vit_ti", None, {}, {})
     (spec,) = case.runs
-    assert (spec.models, spec.settings, spec.metrics) == (("vit_ti",), ("a",), (*Layout().columns, *STRUCTURE))
+    assert (spec.victim.models, spec.settings, spec.metrics) == (("vit_ti",), ("a",), (*Layout().columns, *STRUCTURE))
     with pytest.raises(FrozenInstanceError):
         found.title = "other"  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -38,7 +40,7 @@ def test_grid_is_the_product_of_its_values(parse: Callable[..., Experiment]) -> 
     found = parse(grid)
     wanted = list(itertools.product(("vit_ti", "deit_ti"), (0.1, 1.0), ("b", "c")))
     specs = [case.runs[0] for case in found.cases]
-    assert [(*spec.models, spec.gamma, *spec.settings) for spec in specs] == wanted
+    assert [(*spec.victim.models, spec.words.gamma, *spec.settings) for spec in specs] == wanted
     assert found.cases[0].label == "model vit_ti, gamma 0.1, setting b"
     assert found.cases[0].options == {"model": "vit_ti", "gamma": 0.1, "setting": "b"}
 
@@ -57,7 +59,7 @@ def test_cases_times_grid(parse: Callable[..., Experiment]) -> None:
 
 def test_case_says_itself_what_the_grid_varies(parse: Callable[..., Experiment]) -> None:
     found = parse(SHORT + '[grid]\ngamma = [0.1, 0.2]\n[[case]]\nlabel = "fixed"\ngamma = 0.9\n[[case]]\nlabel = "all"')
-    assert [(case.label, case.runs[0].gamma) for case in found.cases] == [
+    assert [(case.label, case.runs[0].words.gamma) for case in found.cases] == [
         ("fixed", 0.9),
         ("all, gamma 0.1", 0.1),
         ("all, gamma 0.2", 0.2),
@@ -85,12 +87,13 @@ def test_every_seed_and_draw_of_every_case(
 
 def test_texts_and_lists_of_texts(parse: Callable[..., Experiment]) -> None:
     run = parse(SHORT + 'attack = "april"\nimages = "samples"\npublic = ["x", "y"]\nmetrics = "psnr"').cases[0].runs[0]
-    assert (run.attacks, run.images, run.public, run.metrics) == (("april",), ("samples",), ("x", "y"), ("psnr",))
+    assert (run.data.images, run.adversary.public, run.metrics) == (("samples",), ("x", "y"), ("psnr",))
+    assert run.adversary.attacks == (ATTACKS["april"](),)
 
 
 def test_options_of_attacks_and_defenses(parse: Callable[..., Experiment]) -> None:
     run = parse(SHORT + 'setting = "c"\ndefense = "blur"\nset = ["sigma=2"]').cases[0].runs[0]
-    assert run.options == ("sigma=2",)
+    assert run.defense == (Blur(sigma=2.0),)
 
 
 def test_columns_are_measured_unless_metrics_are_named(parse: Callable[..., Experiment]) -> None:
@@ -178,16 +181,16 @@ def test_overrides(parse: Callable[..., Experiment]) -> None:
     found = parse(
         text, "run.limit=4", "grid.gamma=[0.2, 0.3]", "run.weights=random", 'run.attack=["april"]', "table.bold=false"
     )
-    assert [case.runs[0].gamma for case in found.cases] == [0.2, 0.3]
+    assert [case.runs[0].words.gamma for case in found.cases] == [0.2, 0.3]
     run = found.cases[0].runs[0]
-    assert (run.limit, run.weights, run.attacks) == (4, "random", ("april",))
+    assert (run.data.limit, run.victim.weights, run.words.attacks) == (4, "random", ("april",))
     assert not found.layout.bold
 
 
 def test_fields_of_run_that_are_given(parse: Callable[..., Experiment]) -> None:
     found = parse(SHORT + "limit = 9\n", limit=2, images=["mine"], weights=None)
-    assert (found.cases[0].runs[0].limit, found.cases[0].runs[0].images) == (2, ("mine",))
-    assert found.cases[0].runs[0].weights == "auto"
+    assert (found.cases[0].runs[0].data.limit, found.cases[0].runs[0].data.images) == (2, ("mine",))
+    assert found.cases[0].runs[0].victim.weights == "auto"
 
 
 @pytest.mark.parametrize("override", ["run.limit", "limit=3", "=3", "run.=3", "", "run"])

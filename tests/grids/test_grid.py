@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from privlab.base import PrivlabError
-from privlab.evaluation import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA, Specification
-from privlab.grids import Experiment, Grid, Layout, Options, Task, joined
+from privlab.evaluation import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA
+from privlab.grids import Experiment, Grid, Layout, Options, Task, joined, specify
 from privlab.grids import missing as missing_of
 from privlab.images import NamedImage
 from privlab.stores import Store
+from privlab.threat import Features, Gradient
 
 ATTACKS = ("april", "patch-gradient", "least-squares")
 METRICS = ("mse", "psnr", "ssim")
@@ -52,9 +53,8 @@ class World:
 
     def _task(self, case: int, names: Sequence[str], images: tuple[NamedImage, ...]) -> Task:
         size = self.client_batch
-        spec = Specification(models=("vit_ti",), attacks=tuple(names), metrics=tuple(self.metrics), gamma=case / 64)
-        how = {"release": "gradients"} if size is None else {"release": "features", "client_batch": size}
-        spec = replace(spec, **how)
+        how = {"release": Gradient() if size is None else Features(batch=size), "gamma": case / 64}
+        spec = specify("vit_ti", "a", attack=list(names), metrics=list(self.metrics), **how)
         cells = {name: f"{case}/{name}" for name in (*names, *CONTROLS)}
         if self.shared:
             cells |= {name: f"0/{name}" for name in (names[0], *CONTROLS)}
@@ -373,7 +373,7 @@ def test_kept_file_that_is_torn_is_left_out() -> None:
 def test_settings_b_and_c_of_the_same_images_are_one_task() -> None:
     """What they release is the same; a task of other images, of another attack or of what was kept stays alone."""
     images = (NamedImage("0.png", "0" * 64, None),)
-    specs = [Specification(models=("vit_ti",), settings=(setting,)) for setting in "bca"]
+    specs = [specify(model=("vit_ti",), setting=(setting,)) for setting in "bca"]
     b, c, a = (
         Task(i, spec, spec.settings, images, dict.fromkeys((ATTACKS[0], *CONTROLS), str(i)), METRICS)
         for i, spec in enumerate(specs)

@@ -58,7 +58,7 @@ def test_victim_is_loaded_once_for_all_its_cases(
 ) -> None:
     cases = "".join(f'[[case]]\nlabel = "{i}"\nmodel = "{m}"\n' for i, m in enumerate(["vit_ti", "deit_ti"] * 2))
     _, tasks = prepare(experiment(cases, metrics=["mse"]), tmp_path / "run", options(chunk=2))
-    assert [task.spec.models[0] for task in tasks] == ["deit_ti"] * 2 + ["vit_ti"] * 2
+    assert [task.spec.victim.models[0] for task in tasks] == ["deit_ti"] * 2 + ["vit_ti"] * 2
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from privlab.evaluation import (
     Record,
     Scored,
     Scorer,
-    Specification,
     Trial,
     applicable,
     check,
     default_attacks,
     observing,
 )
+from privlab.grids import specify
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.threat import FeatureObservation, Observation, Reconstruction, attack_declarations
 from privlab.victims import Victim, VictimModel, Weights
@@ -108,11 +108,11 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         **given: Any,
     ) -> Watched:
         base = small() if victim is None else victim
-        named = given.get("attacks") or default_attacks("full")
+        named = given.get("attack") or default_attacks("full")
         short = {f"{name}.{key}={n}" for name in named for key, n in attack_declarations(ATTACKS[name]).short.items()}
         given["options"] = (*given.get("options", ()), *sorted(short))
-        specification = Specification(
-            **({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",), "effort": "full"} | given)
+        specification = specify(
+            **({"model": ("tiny",), "metrics": ("psnr",), "setting": ("c",), "effort": "full"} | given)
         )
         groups, _ = applicable(specification, base, stand_ins=True)
         others = by_digest(crops[7:380:29]) if public is None else public

@@ -80,12 +80,12 @@ def _shows(thing: Tensor, secret: Tensor) -> bool:
 
 CASES: dict[str, dict[str, Any]] = {
     "gradients": {"gamma": 0.5},
-    "several in one": {"gamma": 0.5, "gradient_batch": 2, "attacks": ("token-separation",)},
+    "several in one": {"gamma": 0.5, "gradient_batch": 2, "attack": ("token-separation",)},
     "features": {"defense": "row-permutation+column-permutation"},
-    "update": {"client": "sgd", "settings": ("a",), "options": ("client.steps=2", "client.dropout=0.1")},
+    "update": {"client": "sgd", "setting": ("a",), "options": ("client.steps=2", "client.dropout=0.1")},
     "update of several": {
-        **{"client": "sgd", "settings": ("a",), "options": ("client.images=2", "client.steps=3")},
-        **{"attacks": ("patch-gradient",), "block": "stock", "force": True},
+        **{"client": "sgd", "setting": ("a",), "options": ("client.images=2", "client.steps=3")},
+        **{"attack": ("patch-gradient",), "block": "stock", "force": True},
     },
 }
 
@@ -102,7 +102,7 @@ def test_no_attack_is_led_to_the_truth(run: Any, case: str) -> None:
 
 def test_it_would_be_found(run: Any) -> None:
     """The walk finds each secret where it is hidden: in a module's hook, in a closure, in a view, in a key."""
-    watched = run(defense="row-permutation+column-permutation", attacks=("least-squares",))
+    watched = run(defense="row-permutation+column-permutation", attack=("least-squares",))
     (trial,) = watched.trials
     for name, secret in secrets_of(trial).items():
         layer = torch.nn.Identity()

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Specification
+from privlab.grids import specify
 from privlab.images import Others, open_images
 from privlab.runs.audit_reference import ReferenceScorer
 
@@ -32,17 +32,17 @@ def public(crops: Tensor) -> dict[str, Tensor]:
 
 
 def test_attacks_on_features_do_not_see_it(run: Any, crops: Tensor, public: dict[str, Tensor]) -> None:
-    watched = run(defense="row-permutation", attacks=("least-squares",), public=public)
+    watched = run(defense="row-permutation", attack=("least-squares",), public=public)
     ((_, seen),) = watched.called
     assert len(seen.public) == len(public) - 2
     assert torch.equal(seen.public, torch.stack([crops[7], *crops[36:380:29]]).to(seen.public))
 
 
 def test_attacks_on_gradients_do_not_see_it(run: Any, crops: Tensor, public: dict[str, Tensor]) -> None:
-    watched = run(defense="gradient-sign", attacks=("learning-to-invert",), public=public)
+    watched = run(defense="gradient-sign", attack=("learning-to-invert",), public=public)
     ((_, seen),) = watched.called
     assert torch.equal(seen.public, torch.stack([crops[7], *crops[36:380:29]]).to(seen.public))
-    none = run(defense="gradient-sign", attacks=("learning-to-invert",), public=dict([*public.items()][1:3]))
+    none = run(defense="gradient-sign", attack=("learning-to-invert",), public=dict([*public.items()][1:3]))
     rows = [row for row in none.records if row["attack"] == "learning-to-invert"]
     assert rows
     assert all(row["status"] == "failed" and "auxiliary_images" in row["reason"] for row in rows)
@@ -50,7 +50,7 @@ def test_attacks_on_gradients_do_not_see_it(run: Any, crops: Tensor, public: dic
 
 def test_controls_are_made_without_it(run: Any, crops: Tensor, public: dict[str, Tensor]) -> None:
     """Each image is left out of its own controls alone."""
-    ((mean, other, shuffled, _),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
+    ((mean, other, shuffled, _),) = run(gamma=0.5, attack=("patch-gradient",), public=public).controls
     images = crops[:260:130].to(mean)
     for i, key in enumerate([next(key for key in public if len(key) == 64), "copy 0"]):
         left = torch.stack([image for name, image in public.items() if name != key])
@@ -62,7 +62,7 @@ def test_controls_are_made_without_it(run: Any, crops: Tensor, public: dict[str,
 
 def test_the_first_public_photograph_is_left_out_too(run: Any, crops: Tensor) -> None:
     public = {"copy": crops[0], "next": crops[9], "last": crops[77]}
-    ((mean, other, *_),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
+    ((mean, other, *_),) = run(gamma=0.5, attack=("patch-gradient",), public=public).controls
     assert torch.equal(other[0], crops[9].to(other))
     assert torch.equal(other[1], crops[0].to(other))
     torch.testing.assert_close(mean[0], ((crops[9] + crops[77]) / 2).to(mean), rtol=0, atol=1e-6)
@@ -70,7 +70,7 @@ def test_the_first_public_photograph_is_left_out_too(run: Any, crops: Tensor) ->
 
 def test_controls_know_nothing_of_the_image_but_its_patches(run: Any, crops: Tensor) -> None:
     one, two = (
-        run(gamma=0.5, attacks=("patch-gradient",), images=images).controls[0]
+        run(gamma=0.5, attack=("patch-gradient",), images=images).controls[0]
         for images in (crops[:260:130], crops[50:260:110])
     )
     assert torch.equal(one[0], two[0])
@@ -79,7 +79,7 @@ def test_controls_know_nothing_of_the_image_but_its_patches(run: Any, crops: Ten
 
 def test_of_an_image_that_is_no_public_one_the_mean_is_that_of_all(run: Any, crops: Tensor) -> None:
     public = {"one": crops[9], "two": crops[77], "three": crops[200]}
-    ((mean, *_),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
+    ((mean, *_),) = run(gamma=0.5, attack=("patch-gradient",), public=public).controls
     expected = torch.stack([*public.values()]).mean(0).expand_as(mean)
     torch.testing.assert_close(mean, expected.to(mean), rtol=0, atol=1e-6)
 
@@ -109,7 +109,7 @@ def test_the_reference_of_an_audit_is_left_out_of_its_control(tmp_path: Path, sm
     with Image.open(tmp_path / "0.png") as image:
         image.save(tmp_path / "copy.bmp")
     named = tuple(str(tmp_path / name) for name in ("0.png", "1.png", "2.png"))
-    specification = Specification(models=("tiny",), metrics=("psnr",), public=named)
+    specification = specify(model=("tiny",), metrics=("psnr",), public=named)
     scorer = ReferenceScorer.of(tmp_path / "copy.bmp", specification, small())
     assert len(scorer.public) == 2
     assert not (scorer.public == scorer.image).flatten(1).all(1).any()

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from privlab.attacks import ATTACKS
 from privlab.attacks.breaching.wrapper import Breaching
-from privlab.evaluation import Specification, applicable, known_slots
+from privlab.evaluation import applicable, known_slots
+from privlab.grids import specify
 from privlab.inventory.explain import explain
 from privlab.inventory.texts import arguments_of, docstrings
 from privlab.patches import permute
@@ -53,13 +54,13 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 UPDATES: dict[str, dict[str, Any]] = {
     "sgd": {
-        "settings": ("a",),
+        "setting": ("a",),
         "client": "sgd",
         "options": ("client.steps=3", "client.weight_decay=0.05", "client.lr=0.1"),
     },
-    "adamw": {"settings": ("a",), "client": "adamw", "options": ("client.steps=2", "client.dropout=0.1")},
+    "adamw": {"setting": ("a",), "client": "adamw", "options": ("client.steps=2", "client.dropout=0.1")},
     "means": {
-        "settings": ("a",),
+        "setting": ("a",),
         "client": "sgd",
         "options": (
             "client.clients=2",
@@ -130,17 +131,17 @@ def test_of_updates(run: Any, crops: Tensor, case: str) -> None:
 def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], crops: Tensor, name: str) -> None:
     example = arguments_of(explain(name).sections["Example"])
     given: dict[str, Any] = {key: example[key] for key in ("release", "defense", "client", "options") if key in example}
-    given |= {"settings": ("a",)} if "client" in given else {"gamma": 0.5}
+    given |= {"setting": ("a",)} if "client" in given else {"gamma": 0.5}
     if activation := attack_declarations(ATTACKS[name]).activation:
         given["victim"] = small(act_layer=getattr(nn, activation))
-    assert same(run, crops, attacks=(name,), **given) == {name}
+    assert same(run, crops, attack=(name,), **given) == {name}
 
 
 def test_every_attack_but_breachings_was_tried(small: Callable[..., Victim]) -> None:
     """Breaching's get the same observation through the same call; each of them searches for minutes at the least."""
     ran = {*ASKED_FOR}
     for given in (*GRADIENTS.values(), *FEATURES.values(), *UPDATES.values()):
-        specification = Specification(**({"models": ("tiny",), "settings": ("c",)} | given))
+        specification = specify(**({"model": ("tiny",), "setting": ("c",)} | given))
         groups, _ = applicable(specification, small(), stand_ins=True)
         ran |= {attack.name for group in groups for attack in group.attacks}
     assert ran == {name for name, kind in ATTACKS.items() if not issubclass(kind, Breaching)}
@@ -148,7 +149,7 @@ def test_every_attack_but_breachings_was_tried(small: Callable[..., Victim]) -> 
 
 def test_what_is_kept_is_laid_out_without_the_truth(run: Any, crops: Tensor) -> None:
     """An earlier run's reconstructions are laid out by what is seen, not by the mask, where the two are at odds."""
-    given = {"gamma": 0.5, "attacks": ("patch-gradient",)}
+    given = {"gamma": 0.5, "attack": ("patch-gradient",)}
     first, other = run(**given), run(**given, images=crops[50:260:110])
     again = run(**given, replay=other, kept=first.scored.reconstructions)
     (in_place,) = again.images["c", "patch-gradient", "in_place"]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Specification
-from privlab.grids import references
+from privlab.grids import references, specify
 from privlab.images import (
     Data,
     NamedImage,
@@ -115,7 +114,7 @@ def test_manifest_beside_positions(classes: Path, tmp_path: Path, choice: dict[s
     with pytest.raises(PrivlabError, match=message):
         open_images(str(classes), manifest=path, **choice)
     with pytest.raises(PrivlabError, match=message):
-        Specification(models=("vit_ti",), manifest=str(path), **choice)
+        specify(model=("vit_ti",), manifest=str(path), **choice)
 
 
 def stream(pictures: list[NamedImage], count: int | None = None) -> Data:

@@ -21,15 +21,16 @@ from privlab.defenses import GradientNoise, GradientPruning, Jigsaw, LowPass, Mj
 from privlab.evaluation import (
     GEOMETRIES,
     Batch,
+    Case,
     Evaluator,
     Rows,
     Scorer,
-    Specification,
     Trial,
     check_geometry,
     known_slots,
     plan,
 )
+from privlab.grids import specify
 from privlab.images import Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
 from privlab.patches import patchify
@@ -363,23 +364,23 @@ def base() -> Victim:
 def test_only_released_gradients_of_shuffled_patches_are_re_assembled(
     base: Victim, setting: str, options: dict[str, Any], *, made: bool
 ) -> None:
-    spec = Specification(models=("vit_ti_mjp",), settings=(setting,), **options)
+    spec = specify(model=("vit_ti_mjp",), setting=(setting,), **options)
     assert Rows(spec, base, ()).geometries(setting) == (GEOMETRIES if made else GEOMETRIES[:2])
 
 
 def test_patches_without_borders_are_not_re_assembled(base: Victim, tiny_model: Model) -> None:
     small = dataclasses.replace(base, model=tiny_model(img_size=8, patch_size=2))
-    spec = Specification(models=("vit_ti_mjp",), settings=("c",))
+    spec = specify(model=("vit_ti_mjp",), setting=("c",))
     assert Rows(spec, small, ()).geometries("c") == GEOMETRIES[:2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defense", ["mjp", "mjp+gradient-noise", "jigsaw"])
 def test_what_was_kept_is_re_assembled_alike(base: Victim, defense: str) -> None:
-    spec = Specification(
-        models=("vit_ti_mjp",),
-        settings=("c",),
-        attacks=("mjp-subspace",),
+    spec = specify(
+        model=("vit_ti_mjp",),
+        setting=("c",),
+        attack=("mjp-subspace",),
         defense=defense,
         gamma=0.4,
         metrics=("psnr",),
@@ -405,10 +406,10 @@ def test_no_score_of_a_shuffled_image_depends_on_the_others_of_its_batch(tmp_pat
 
     def scores(files: tuple[int, ...], settings: str = "c") -> dict[tuple[str, str], Any]:
         paths = [tmp_path / f"{i}.png" for i in files]
-        spec = Specification(
-            models=("cifar_vit_mjp27",),
-            settings=tuple(settings),
-            attacks=("april",),
+        spec = specify(
+            model=("cifar_vit_mjp27",),
+            setting=tuple(settings),
+            attack=("april",),
             defense="jigsaw",
             metrics=("psnr",),
             options=("border.rounds=2",),
@@ -427,8 +428,8 @@ def test_no_score_of_a_shuffled_image_depends_on_the_others_of_its_batch(tmp_pat
 
 
 def test_geometries_that_no_row_has_are_refused() -> None:
-    def spec(settings: tuple[str, ...] = ("c",), **options: Any) -> Specification:
-        return Specification(models=("vit_ti",), settings=settings, **options)
+    def spec(settings: tuple[str, ...] = ("c",), **options: Any) -> Case:
+        return specify(model=("vit_ti",), setting=settings, **options)
 
     for fine in (spec(), spec(("a", "c")), spec(defense="low-pass+jigsaw"), spec(defense="mjp")):
         check_geometry("reassembled", fine)

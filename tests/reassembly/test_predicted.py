@@ -15,11 +15,11 @@ import privlab
 from privlab.attacks.features.border_jigsaw import BorderJigsaw
 from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw, RowPermutation
-from privlab.evaluation import Specification
 from privlab.experiments.training.examples import Augmentation, Examples
 from privlab.experiments.training.loop import train
 from privlab.experiments.training.objectives import ObjectiveRecipe, TrainDropPos, TrainMp3
 from privlab.experiments.training.plan import Plan
+from privlab.grids import specify
 from privlab.metrics import placed_share, placement_accuracy
 from privlab.reassembly import (
     REASSEMBLIES,
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_an_option_without_its_name_is_no_re_assemblys() -> None:
     with pytest.raises(PrivlabError, match="Unknown option 'borders'"):
-        Specification(models=("vit_ti",), reassembly="mp3", options=("borders=false",))
+        specify(model=("vit_ti",), reassembly="mp3", options=("borders=false",))
 
 
 @pytest.mark.parametrize(("patch", "kind", "name"), [(4, ByMp3, "cifar_mp3"), (8, ByDropPos, "tiny_droppos")])

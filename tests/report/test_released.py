@@ -11,14 +11,15 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise
-from privlab.evaluation import Specification
+from privlab.grids import specify
 from privlab.images import NamedImage
 from privlab.release import observe, released_parameters
 from privlab.report.released import Releases, unreleased
+from privlab.threat import Features, Gradient
 from privlab.victims import Victim, victim
 
 OWN = torch.tensor([4, 1, 3])
-GIVEN = {"models": ("cifar_vit",), "settings": ("c",), "img_size": 32}
+GIVEN = {"model": ("cifar_vit",), "setting": ("c",), "img_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def similar(base: Victim, candidates: Tensor, labels: list[int]) -> Callable[...
     """Return a maker of similarities under a defense, with a client."""
 
     def of(releases: Releases | None = None, **given: object) -> dict[tuple[str, str], Tensor]:
-        spec = Specification(**(GIVEN | given))  # type: ignore[arg-type]
+        spec = specify(**(GIVEN | given))  # type: ignore[arg-type]
         private = [NamedImage(f"{i}", f"sha {i}", None, labels[i]) for i in OWN]
         return (releases or Releases()).similarities(spec, base, private, OWN, candidates)
 
@@ -71,10 +72,10 @@ def test_the_noise_is_that_of_the_run_and_candidates_have_none(
 @pytest.mark.parametrize(
     ("given", "feature"),
     [
-        ({"settings": ("a",)}, "release"),
+        ({"setting": ("a",)}, "release"),
         ({"defense": "gradient-sign"}, "release, signs"),
         (
-            {"settings": ("a",), "client": "flower-default", "options": ("client.images=1", "client.batch_size=1")},
+            {"setting": ("a",), "client": "flower-default", "options": ("client.images=1", "client.batch_size=1")},
             "release",
         ),
         ({"defense": "censor"}, "release, orthogonality"),
@@ -93,7 +94,7 @@ def test_what_a_candidate_would_release_is_the_release(
 def test_orthogonality_is_of_each_parameter(
     base: Victim, candidates: Tensor, labels: list[int], similar: Callable[..., dict[tuple[str, str], Tensor]]
 ) -> None:
-    found = similar(settings=("a",))["release", "release, orthogonality"]
+    found = similar(setting=("a",))["release", "release, orthogonality"]
     names = released_parameters(base.model)
     each = observe(base.model, candidates, torch.tensor(labels), names).gradients
     expected = torch.zeros(3, 5).double()
@@ -106,9 +107,9 @@ def test_orthogonality_is_of_each_parameter(
 def test_e_unk_is_compared_with_nobodys(candidates: Tensor) -> None:
     """A client with MJP moves it; the candidates' clients have no defense."""
     client = ("client.images=1", "client.batch_size=1")
-    spec = Specification(
-        models=("cifar_vit_mjp27",),
-        settings=("c",),
+    spec = specify(
+        model=("cifar_vit_mjp27",),
+        setting=("c",),
         img_size=32,
         client="flower-default",
         defense="mjp",
@@ -125,7 +126,7 @@ def test_e_unk_is_compared_with_nobodys(candidates: Tensor) -> None:
 def test_one_colour_shows_the_label_alone(
     labels: list[int], candidates: Tensor, base: Victim, similar: Callable[..., dict[tuple[str, str], Tensor]]
 ) -> None:
-    found = similar(settings=("a",))["control:flat", "release"]
+    found = similar(setting=("a",))["control:flat", "release"]
     names = released_parameters(base.model)
     grey = base.model.mean.expand_as(candidates[OWN])
     sent = flat(observe(base.model, grey, torch.tensor(labels)[OWN], names).gradients)
@@ -138,11 +139,11 @@ def test_one_colour_shows_the_label_alone(
 def test_candidates_of_another_client_are_computed_anew(similar: Callable[..., dict[tuple[str, str], Tensor]]) -> None:
     shared = Releases()
     client = {
-        "settings": ("a",),
+        "setting": ("a",),
         "client": "flower-default",
         "options": ("client.images=1", "client.batch_size=1", "client.epochs=2"),
     }
-    for given in ({"settings": ("a",)}, {"defense": "gradient-sign"}, client):
+    for given in ({"setting": ("a",)}, {"defense": "gradient-sign"}, client):
         for key, value in similar(shared, **given).items():
             assert torch.equal(value, similar(**given)[key])
 
@@ -150,9 +151,9 @@ def test_candidates_of_another_client_are_computed_anew(similar: Callable[..., d
 def test_what_is_not_compared_is_said(
     base: Victim, candidates: Tensor, similar: Callable[..., dict[tuple[str, str], Tensor]]
 ) -> None:
-    spec = Specification(**GIVEN)  # type: ignore[arg-type]
+    spec = specify(**GIVEN)  # type: ignore[arg-type]
     assert unreleased(spec) == ""
-    assert unreleased(replace(spec, release="features")) == "features are released"
-    assert unreleased(replace(spec, gradient_batch=2)) == "several images are released as one"
+    assert unreleased(replace(spec, release=Features())) == "features are released"
+    assert unreleased(replace(spec, release=Gradient(2))) == "several images are released as one"
     with pytest.raises(PrivlabError, match=r"images.*1"):
         Releases().similarities(spec, base, [NamedImage("0", "0", None, 0)], OWN[:1], candidates)

@@ -170,7 +170,7 @@ def test_limits_name_the_optimiser_and_an_update_that_is_rounding(
 ) -> None:
     images, adam = photographs(1, 64), Client(optimiser="adamw", lr=1e-4)
     assert OwnUpdateAudit(model_of(vit), adam)(*update(adam, images), images).limits == (
-        "adamw scales each entry by itself"
+        "adamw scales each entry separately"
     )
     small = Client(lr=1e-7)
     assert OwnUpdateAudit(model_of(vit), small)(*update(small, images), images).limits == (

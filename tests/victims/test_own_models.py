@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import privlab
 from privlab.attacks import PatchGradient
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.evaluation import Specification, applicable
+from privlab.evaluation import applicable
+from privlab.grids import specify
 from privlab.images import open_images
 from privlab.metrics import psnr
 from privlab.release import gradient_capabilities, observe, released_parameters
@@ -145,7 +146,7 @@ def test_a_pre_norm_is_named(tiny_model: Callable[..., VictimModel], tiny_vit: V
     assert Capability.PLAIN_BLOCK not in gradient_capabilities(model)
     assert obstacles(tiny_model()) == {}
     base = victim(tiny_vit(pre_norm=True))
-    spec = Specification(models=("own",), attacks=("mjp-full", "token-separation"), block="stock")
+    spec = specify(model=("own",), attack=("mjp-full", "token-separation"), block="stock")
     refused = applicable(spec, base)[1]
     assert refused.keys() == {"mjp-full", "token-separation"}
     for refusal in refused.values():
@@ -155,7 +156,7 @@ def test_a_pre_norm_is_named(tiny_model: Callable[..., VictimModel], tiny_vit: V
         ("auto", "april_block (a pre-norm, LayerNorm `norm_pre`"),
         ("april", "--block april needs timm's"),
     ):
-        spec = Specification(models=("own",), attacks=("april",), block=block)
+        spec = specify(model=("own",), attack=("april",), block=block)
         refusal = applicable(spec, base)[1]["april"]
         assert why in refusal
         assert "knows_weights" not in refusal

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Specification
+from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Case
 from privlab.metrics import DECIBELS, EXACT_DB, PLACEMENT
 from privlab.report.tables.case_verdicts import certified
 from privlab.report.tables.cells import decimals, figure_text, heading, metric_title, some
@@ -74,7 +74,7 @@ def with_placement(results: Results) -> Results:
     return results.laid_out(columns=(*layout.columns, *more))
 
 
-def remarks_of(results: Results, spec: Specification, missing: Mapping[str, str]) -> Iterator[str]:
+def remarks_of(results: Results, spec: Case, missing: Mapping[str, str]) -> Iterator[str]:
     """Yield what `--details` says of one run: its geometries and settings, what is n/a, what is proven, and its origin.
 
     Args:
@@ -145,19 +145,19 @@ def _missing(results: Results, missing: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: n/a ({missing[name].partition(':')[0]}; see the warning)"
 
 
-def origins(facts: Mapping[str, Any], spec: Specification) -> list[str]:
+def origins(facts: Mapping[str, Any], spec: Case) -> list[str]:
     """Return one line for each victim on its weights and defense, and on the options that decide its figures.
 
     Args:
         facts: what `run.json` states of a run.
         spec: what was run.
     """
-    chosen = [f"seed {spec.seed}"]
-    chosen += [f"{spec.draws} draws of each image"] if spec.draws > 1 else []
-    chosen += [f"{spec.gradient_batch} images in one gradient"] if spec.gradient_batch > 1 else []
-    chosen += [] if spec.local_training is None else [_client_text(spec.local_training)]
+    chosen = [f"seed {spec.seed}", *([f"{spec.draws} draws of each image"] if spec.draws > 1 else [])]
+    several = spec.released == "gradients" and spec.release.images > 1
+    chosen += [f"{spec.release.images} images in one gradient"] if several else []
+    chosen += [] if spec.client is None else [_client_text(spec.client)]
     chosen += [f"features after block {spec.cut_layer}"] if spec.cut_layer else []
-    chosen += ["FORCED: attacks run where their formulas do not hold"] if spec.force else []
+    chosen += ["FORCED: attacks run where their formulas do not hold"] if spec.adversary.force else []
     lines = []
     for victim in facts["victims"]:
         name, weights = victim["name"], victim["weights"]

@@ -1,4 +1,4 @@
-"""The case of an audit: what was released is read from disk, and the private images are mostly unknown.
+"""What an audit runs: what was released is read from disk, and the private images are mostly unknown.
 
 An audit writes the directory that every other run writes, so its records, `run.json` and images are read alike.
 """
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.evaluation import CONTROLS, AttackGroup, Record, Rows, Specification, attempt, batch_key
+from privlab.evaluation import CONTROLS, AttackGroup, Case, Record, Rows, attempt, batch_key
 from privlab.evaluation.batch import Seen
 from privlab.grids import Grid, Task, machine_facts
 from privlab.images import NamedImage
@@ -52,14 +52,14 @@ def unknown_images(name: str, released: bytes, count: int) -> Release:
     return tuple(NamedImage(names[i], hashes[i], None, place=i) for i in range(count))
 
 
-def audited_victim(spec: Specification, device: torch.device) -> Victim:
+def audited_victim(spec: Case, device: torch.device) -> Victim:
     """Return the one victim of an audit, which is the client's model; it has the stock block where none is named."""
-    options = {name: getattr(spec, name) for name in ("weights", "img_size", "seed", "classes", "normalisation")}
-    return victim(spec.models[0], block="stock" if spec.block == "auto" else spec.block, **options).to(device)
+    block = "stock" if spec.victim.block == "auto" else spec.victim.block
+    return victim(spec.victim.models[0], block=block, **spec.victim.options(spec.seed)).to(device)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class AuditCase:
+class Audit:
     """What an audit runs: attacks on releases of images of one victim in one setting, c, or a for a client's update.
 
     `source` names the file or folder. `refused` holds the reason for each attack that cannot run. `public` are the
@@ -67,7 +67,7 @@ class AuditCase:
     why others cannot be computed.
     """
 
-    spec: Specification
+    spec: Case
     base: Victim
     source: str
     attacks: Sequence[Attack | FeatureAttack] = ()
@@ -81,8 +81,8 @@ class AuditCase:
     def rows(self, count: int) -> Rows:
         """Return what records state of releases of so many images: their number is part of what a cell measures."""
         spec = self.spec
-        if spec.local_training is None:
-            spec = replace(spec, **{"client_batch" if spec.features_released else "gradient_batch": count})
+        if spec.client is None:
+            spec = replace(spec, release=replace(spec.release, batch=count))
         return self._rows.setdefault(count, Rows(spec, self.base, tuple(self.public)))
 
     def records(self, attack: Attack | FeatureAttack, release: Release) -> list[Record]:

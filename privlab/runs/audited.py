@@ -1,4 +1,4 @@
-"""What an audit is given: the gradient of a training step, or the weights before and after a client's round."""
+"""What an audit is audited: the gradient of a training step, or the weights before and after a client's round."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from privlab.base import PrivlabError, warn
-from privlab.evaluation import Specification, defense_of
+from privlab.defenses import Undefended
+from privlab.evaluation import Automatic, Case, defense_of
+from privlab.grids.specify import released_by
 from privlab.release import (
     GradientFile,
     Told,
@@ -26,8 +28,8 @@ from privlab.release.labels import check_order, label_of_update, labels_of_updat
 from privlab.release.noise_estimate import noise_of_update
 from privlab.release.update_files import update_between, update_observation
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
-from privlab.runs.audit_case import AuditCase, audited_victim
 from privlab.runs.audit_certificate import what_released
+from privlab.runs.audits import audited_victim
 from privlab.runs.update_diagnosis import (
     TWO_MODELS,
     Fitted,
@@ -47,14 +49,16 @@ Files = Path | tuple[Path, Path]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Given(AuditCase):
-    """The case of one gradient or update, with what the file holds, what the adversary sees, and what that shows.
+class Audited:
+    """One gradient or update that was read from disk: the file, what the adversary sees of it, and what that shows.
 
     `told` are the labels that the head gives away. `changed` says that a file does not hold a plain gradient. `fitted`
     are the settings that explain an update, where they are not the stated ones: `spec` and `seen` go on by them, and
     by `fitted_target` in place of a label. `unexplained` is what is to be said if no attack explains the update either.
     """
 
+    spec: Case
+    base: Victim
     file: GradientFile
     seen: Observation
     told: Told | None = None
@@ -62,6 +66,11 @@ class Given(AuditCase):
     fitted: Mapping[str, Any] = field(default_factory=dict)
     fitted_target: int | Tensor | None = None
     unexplained: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Return the name of the file, or of the two files of weights."""
+        return self.file.source
 
     @property
     def what(self) -> str:
@@ -92,7 +101,7 @@ class Given(AuditCase):
         return self.labels[0] if self.labels is not None and len(self.labels) == 1 else None
 
 
-def read_given(files: Files, spec: Specification, device: torch.device) -> Given:
+def read_audited(files: Files, spec: Case, device: torch.device) -> Audited:
     """Read and check what is audited.
 
     Args:
@@ -106,13 +115,14 @@ def read_given(files: Files, spec: Specification, device: torch.device) -> Given
     Warns:
         PrivlabWarning: for what weakens the audit.
     """
-    spec = replace(spec, block="stock" if spec.block == "auto" else spec.block)  # a client trains one model
+    block = "stock" if spec.victim.block == "auto" else spec.victim.block  # a client trains one model
+    spec = replace(spec, victim=replace(spec.victim, block=block))
     return _of_update(*files, spec, device) if isinstance(files, tuple) else _of_gradients(files, spec, device)
 
 
-def _of_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
-    given = _read_update(before, after, spec, device)
-    seen, source, client = given.seen, given.source, given.client
+def _of_update(before: Path, after: Path, spec: Case, device: torch.device) -> Audited:
+    audited = _read_update(before, after, spec, device)
+    seen, source, client = audited.seen, audited.source, audited.client
     noise = None if seen.defense else noise_of_update(seen)
     noisy = noise is not None and noise.is_large
     if noise is not None and noisy:
@@ -125,13 +135,13 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     else:
         check_order(seen, source)
     found = labels_of_update(seen)
-    given = replace(given, told=found if found.labels else None)
+    audited = replace(audited, told=found if found.labels else None)
     alone = client.released_images == 1 and not seen.defense
     label = label_of_update(seen) if alone and not noisy else None
     diagnosis = None if label is None else UpdateDiagnosis(seen, label, source)
     fitted = None if diagnosis is None else diagnosis.fitted()
     if label is not None and fitted is not None:
-        return _explained(given, fitted, label)
+        return _explained(audited, fitted, label)
     if client.optimiser == "sgd" and not seen.defense and (rate := looks_like_adam(seen)) is not None:
         warn(
             f"{source}: most weights moved equally far, as Adam or AdamW moves them: client.optimiser=sgd may be "
@@ -145,65 +155,68 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
                 "size in each layer: give the weights that this client began with."
             )
         warn(f"{source}: {found.remark}{models}")
-    return given if noisy else _unexplained(given, found, diagnosis)
+    return audited if noisy else _unexplained(audited, found, diagnosis)
 
 
-def _read_update(before: Path, after: Path, spec: Specification, device: torch.device) -> Given:
+def _read_update(before: Path, after: Path, spec: Case, device: torch.device) -> Audited:
     """Read the weights before and after; the client trains what moved."""
     spec = _fed_whole(spec)
-    filtered = spec.parts not in (("auto",), ("none",))  # of other defenses, updates are refused
+    filtered = spec.defense_name not in ("auto", "none")  # of other defenses, updates are refused
     files = (str(before), str(after))
-    spec = replace(spec, settings=("c" if filtered else "a",), release="update", images=files, weights=files[0])
+    victim, data = replace(spec.victim, weights=files[0]), replace(spec.data, images=files)
+    words = replace(spec.words, release="update")
+    spec = replace(spec, settings=("c" if filtered else "a",), victim=victim, data=data, words=words)
     base = audited_victim(spec, device)
-    client = spec.local_training
+    client = spec.client
     assert client is not None
     weights = [name for name, tensor in own_layout(base.model).items() if tensor.is_floating_point()]
     released = update_between(read_state(before), read_state(after), client.released_images, files, weights)
     filters = defense_of(spec, base, spec.settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
     if seen.client is not None and seen.client != client:  # a file of the model's own weights has no adapters
-        options = (each for each in spec.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
-        spec = replace(spec, options=(*options, f"client.trains={seen.client.trains}"))
-    return Given(spec=spec, base=base, source=released.source, file=released, seen=seen)
+        options = (each for each in spec.words.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
+        spec = released_by(spec, seen.client, [*options, f"client.trains={seen.client.trains}"])
+    return Audited(spec=spec, base=base, file=released, seen=seen)
 
 
-def _explained(given: Given, fitted: Fitted, label: int) -> Given:
+def _explained(audited: Audited, fitted: Fitted, label: int) -> Audited:
     """Return an update with the settings that explain it in place of those that were stated."""
-    settings = fitted.settings(given.client)
+    settings = fitted.settings(audited.client)
     options = [f"client.{name}={value}" for name, value in settings.items() if name != "label"]
-    told = given.told
+    told = audited.told
     if told is None and "label" not in settings:  # else the fitted shares are said, which may be none
         told = Told((label,), (label,))
     return replace(
-        given,
-        spec=replace(given.spec, options=(*given.spec.options, *options)),
-        seen=replace(given.seen, client=fitted.client),
+        audited,
+        spec=released_by(audited.spec, fitted.client, [*audited.spec.words.options, *options]),
+        seen=replace(audited.seen, client=fitted.client),
         told=told,
         fitted=settings,
         fitted_target=fitted.target,
     )
 
 
-def _unexplained(given: Given, found: Told, diagnosis: UpdateDiagnosis | None) -> Given:
+def _unexplained(audited: Audited, found: Told, diagnosis: UpdateDiagnosis | None) -> Audited:
     """Return an update that no settings explain, with what else its labels show, and say what contradicts them."""
-    seen, source, client, spec = given.seen, given.source, given.client, given.spec
-    if given.told is None and client.has_labels and found.remark is None:
+    seen, source, client, spec = audited.seen, audited.source, audited.client, audited.spec
+    if audited.told is None and client.has_labels and found.remark is None:
         label = label_of_image(seen) if client.released_images == 1 and not seen.defense else None
         if label is not None:
-            return replace(given, told=Told((label,), (label,), "the reconstruction, which explains it"))
+            return replace(audited, told=Told((label,), (label,), "the reconstruction, which explains it"))
         warn(
             f"{source} have equal biases of the head, so that the update tells no label and no reconstruction can be "
             "checked. A head that does not train looks like this, or weights of two models."
         )
-    if given.told is None:
+    if audited.told is None:
         diagnosis = None
     if diagnosis is not None:
         other = diagnosis.normalisation()
-        if other is not None and other != spec.normalisation:
-            assert isinstance(spec.images, tuple)  # the two files
-            before, after = map(Path, spec.images)
-            return _of_update(before, after, replace(spec, normalisation=other), seen.model.mean.device)
-        given = replace(given, unexplained=diagnosis.why_unexplained())
+        if other is not None and other != spec.victim.normalisation:
+            assert isinstance(spec.data.images, tuple)  # the two files
+            before, after = map(Path, spec.data.images)
+            spec = replace(spec, victim=replace(spec.victim, normalisation=other))
+            return _of_update(before, after, spec, seen.model.mean.device)
+        audited = replace(audited, unexplained=diagnosis.why_unexplained())
     if not seen.defense:
         try:
             check_adam(seen, None if diagnosis is None else diagnosis.label, source)
@@ -211,17 +224,17 @@ def _unexplained(given: Given, found: Told, diagnosis: UpdateDiagnosis | None) -
             warn(f"{reason} The attacks run all the same: that they fail is no evidence of privacy.")
     one_by_one = client.released_images == 1 or client.loss == "binary" or len(found.labels) > client.released_images
     if one_by_one or seen.defense or client.gradient_factor is None:
-        return given
-    return replace(given, told=_told(given.base, as_gradients(seen)))
+        return audited
+    return replace(audited, told=_told(audited.base, as_gradients(seen)))
 
 
-def _fed_whole(spec: Specification) -> Specification:
+def _fed_whole(spec: Case) -> Case:
     """Return the client with batches so large that its steps feed all its images, as in one step on four images.
 
     Warns:
         PrivlabWarning: if another size of batches is taken than the stated one.
     """
-    client = spec.local_training
+    client = spec.client
     if client is None or client.epochs is not None:
         return spec
     batches = client.total_steps * client.accumulation
@@ -232,16 +245,17 @@ def _fed_whole(spec: Specification) -> Specification:
         f"Steps of client.batch_size={client.batch_size} feed {batches * client.batch_size} of client.images="
         f"{client.images}: client.batch_size={batch} is taken."
     )
-    return replace(spec, options=(*spec.options, f"client.batch_size={batch}"))
+    return released_by(spec, replace(client, batch_size=batch), [*spec.words.options, f"client.batch_size={batch}"])
 
 
-def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Given:
+def _of_gradients(file: Path, spec: Case, device: torch.device) -> Audited:
     released = read_gradient_file(file)
-    spec = replace(spec, settings=("c",), release="gradients", images=(str(file),))
+    words = replace(spec.words, release="gradients")
+    spec = replace(spec, settings=("c",), data=replace(spec.data, images=(str(file),)), words=words)
     base = audited_victim(spec, device)
     check_fit(released, base.model)
-    if spec.defense == "auto" and not base.has_mjp:
-        spec = replace(spec, defense="none")
+    if isinstance(spec.defense, Automatic) and not base.has_mjp:
+        spec = replace(spec, defense=(Undefended(),), words=replace(spec.words, defense="none"))
     defense = defense_of(spec, base, "c")
     knows = _knows_weights(released, base)
     update = update_in(released.gradients, base.model if knows else None, released.batch_size, released.source)
@@ -251,7 +265,7 @@ def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Give
     seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
     told = _told(base, seen) if plain else None
     own = {"told": told, "changed": update is not None}
-    return Given(spec=spec, base=base, source=released.source, file=released, seen=seen, **own)
+    return Audited(spec=spec, base=base, file=released, seen=seen, **own)
 
 
 def _knows_weights(released: GradientFile, base: Victim) -> bool:
