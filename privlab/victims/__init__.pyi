@@ -13,12 +13,13 @@ from .closed_form import released_parameters as released_parameters
 from .first_block import PreNormBlock as PreNormBlock
 from .first_block import first_block as first_block
 from .first_block import why_no_plain_block as why_no_plain_block
-from .hugging_face import as_timm as as_timm
 from .layouts import bare_name as bare_name
 from .layouts import by_order as by_order
 from .layouts import from_any_layout as from_any_layout
 from .layouts import own_layout as own_layout
+from .layouts import timm_gradients as timm_gradients
 from .layouts import timm_names as timm_names
+from .libraries import as_timm as as_timm
 from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin

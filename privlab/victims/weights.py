@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from privlab.base import PrivlabError, first, warn
 from privlab.victims.anatomy import Vit
-from privlab.victims.layouts import State, by_order, choose
+from privlab.victims.layouts import KINDS, State, by_order, choose, kind_of
 from privlab.victims.names import check_weights_file
 
 _ALLOWED: list[Any] = [argparse.Namespace, np.dtype, type(np.dtype("float64")), type(np.dtype("int64")), _scalar]
@@ -83,9 +83,11 @@ def read_state(path: Path) -> State:
     if not path.is_file():
         name, _, wanted = path.name.partition("#")
         path = path.with_name(name)
-    state, told = choose(_content(path), str(path), wanted)
-    if told:
-        warn(f"{path.name}: read {told}.", 3)
+    state, found = choose(_content(path), str(path), wanted)
+    if kind := kind_of(state):
+        found = " and ".join(filter(None, (found, f"tensors by the names of {KINDS[kind].library} as timm's ViT")))
+    if found:
+        warn(f"{path.name}: read {found}.", 3)
     return state
 
 

@@ -33,14 +33,13 @@ from privlab.victims import VictimModel, save, victim
 Vit = Callable[..., VisionTransformer]
 
 OTHERS = """
-import timm, torch, torchvision, privlab
+import timm, torch, privlab
 from privlab.base.errors import PrivlabError
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 models = [
     timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), embed_dim=24),
     timm.create_model("pit_ti_224"),
-    torchvision.models.VisionTransformer(32, 16, 1, 2, 32, 64),
     torch.nn.Linear(2, 2),
     None,
     3,
@@ -69,7 +68,6 @@ def test_what_is_no_plain_vit_is_one_line(tmp_path: Path) -> None:
         "SwinTransformer of timm.models.swin_transformer, whose stages cut tokens into windows and merge them, so that "
         "no block sees all",
         "PoolingVisionTransformer of timm.models.pit, which has no one sequence of blocks",
-        "VisionTransformer of torchvision.models.vision_transformer, which has no patch embedding",
         "Linear of torch.nn.modules.linear, which has no patch embedding",
         "NoneType, which has no patch embedding",
         "int, which has no patch embedding",
