@@ -20,6 +20,7 @@ from .layouts import own_layout as own_layout
 from .layouts import timm_gradients as timm_gradients
 from .layouts import timm_names as timm_names
 from .libraries import as_timm as as_timm
+from .libraries import merged_state as merged_state
 from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin

@@ -58,10 +58,34 @@ def library_of(model: nn.Module) -> str | None:
 
 def merged(model: nn.Module) -> nn.Module:
     """Return a copy of peft's model with its adapters merged into the weights; another model is returned as it is."""
-    if library_of(model) != "peft":
-        return model
-    own: Any = copy.deepcopy(model)
-    return own.merge_and_unload()
+    own: Any = model
+    return copy.deepcopy(own).merge_and_unload() if hasattr(own, "merge_and_unload") else model
+
+
+def merged_state(state: Mapping[str, Tensor], model: nn.Module | None) -> Mapping[str, Tensor]:
+    """Return a state dict of a model with adapters of peft merged into the weights; one without them as it is.
+
+    Args:
+        state: of the model, or of what it was before it got adapters.
+        model: the model, which may wrap that of peft; None if it is not known.
+
+    Raises:
+        PrivlabError: for adapters of a model that is not known, or is not peft's.
+    """
+    adapters = [name for name in state if ".lora_" in name]
+    if not adapters:
+        return state
+    parts = [] if model is None else [*model.named_modules()]
+    for path, part in parts:
+        if hasattr(part, "merge_and_unload"):
+            start = f"{path}." if path else ""
+            twin = copy.deepcopy(part)
+            twin.load_state_dict({name.removeprefix(start): each for name, each in state.items()}, strict=False)
+            return merged(twin).state_dict()
+    raise PrivlabError(
+        f"LoRA's adapters are merged by peft's own model. Found {first(adapters, 1)}, and no PeftModel: give that as "
+        "the model after the training, or the state dict of merge_and_unload()."
+    )
 
 
 def as_timm(model: nn.Module) -> VisionTransformer:
