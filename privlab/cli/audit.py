@@ -66,7 +66,7 @@ def update(context: click.Context, before: Path, after: Path, **options: Any) ->
             f"preset ({', '.join(CLIENT_PRESETS)}). Found none. --set client.lr=0.01 and so on say the rest."
         )
     for file, role in ((before, "before"), (after, "after")):
-        if not file.with_name(file.name.partition("#")[0]).is_file():
+        if not file.with_name(file.name.partition("#")[0] or "#").exists():
             raise PrivlabError(f"No file at '{file}'. Give the weights {role} the round, BEFORE AFTER.")
     return _audit_release(context, (before, after), "a", **options)
 

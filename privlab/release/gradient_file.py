@@ -55,7 +55,8 @@ _ADVICE = "What is audited is the gradient: call privlab.capture after loss.back
 class GradientFile:
     """What a training client released of one step, as its file states it.
 
-    `gradients` holds them by timm's parameter name, in the file's precision; the parameters in `without` have none.
+    `gradients` holds them by timm's parameter name, in the file's precision; the parameters in `without` have none. Of
+    an update, `sent_as` is the number format that was sent, and `sends` says whether of weights or of their difference.
     """
 
     source: str
@@ -65,6 +66,8 @@ class GradientFile:
     without: frozenset[str] = frozenset()
     model: str | None = None
     weights_sha256: str | None = None
+    sent_as: str = "float32"
+    sends: str = "difference"
 
     @property
     def is_zero(self) -> bool:

@@ -25,6 +25,7 @@ from privlab.runs.audit_reference import ReferenceScorer, as_fed, write_scores
 from privlab.runs.update_diagnosis import label_shares
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
+from privlab.victims import file_of
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
@@ -77,7 +78,7 @@ def audit_gradients(
         if (reason := _nothing_left(case, attacks)) is not None:
             attacks, refused = [], refused | {attack.name: reason for attack in attacks}
         scorer = None if reference is None else ReferenceScorer.of(reference, case.spec, case.base)
-    content = b"".join(path.read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
+    content = b"".join(file_of(path).read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
     images = unknown_images(case.source, content, case.file.batch_size)
     if case.labels is not None and len({*case.labels}) == 1:
         images = tuple(replace(image, label=case.labels[0], label_origin="released") for image in images)

@@ -37,6 +37,7 @@ from .names import victim_names as victim_names
 from .weights import WeightsUnavailable as WeightsUnavailable
 from .weights import cache_folder as cache_folder
 from .weights import check_floats as check_floats
+from .weights import file_of as file_of
 from .weights import hash_of as hash_of
 from .weights import misfits as misfits
 from .weights import offline as offline

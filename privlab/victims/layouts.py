@@ -91,6 +91,9 @@ _MONAI = (
 )
 """Names of MONAI's `ViT`, and timm's for them."""
 
+_PEFT = re.compile(r"^base_model\.model\.|(?<=\.)(modules_to_save\.default|base_layer)\.")
+"""What peft adds to the names of the tensors that it does not adapt."""
+
 _LEFT_OUT = re.compile(r"pooler\.|embeddings\.mask_token|embeddings\.position_ids|cross_attn\.")
 """Tensors of transformers and MONAI that no token of an image depends on."""
 
@@ -177,7 +180,8 @@ def choose(content: object, source: str, wanted: str | None = None) -> tuple[Sta
             check_name(f"entry of {source}", wanted, [*found])
     entry, prefix, state = found[names[0]]
     told = [f"the entry '{entry}'"] if entry not in ("", "state_dict", "model") else []
-    if _WRAPPERS.sub("", prefix) and not prefix.endswith("vit."):  # our own training's wrapper goes without saying
+    own_training = prefix.endswith("vit.") and kind_of(state) is None  # its wrapper goes without saying
+    if _WRAPPERS.sub("", prefix) and not own_training:
         told.append(f"the tensors whose names begin with '{prefix}'")
     if len(found) > 1:
         others = ", ".join(f"#{name}" for name in found if name != names[0])
@@ -252,6 +256,43 @@ def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
     for pattern, new in patterns:
         name = re.sub(pattern, new, name)
     return name
+
+
+def with_adapters(base: State, adapters: State, config: Mapping[str, Any], source: str) -> State:
+    """Return weights with LoRA's adapters merged into them, W + s B A with s = α / r, or α / √r (rsLoRA).
+
+    Args:
+        base: the weights without adapters, by the names of any library.
+        adapters: what peft saved: A and B of the layers, and the whole tensors of those that it trained besides.
+        config: peft's `adapter_config.json`.
+        source: the file of the adapters, for errors.
+
+    Raises:
+        PrivlabError: for other adapters than LoRA's, or of layers that the base does not have.
+    """
+    kind, merged = kind_of(base), dict(base)
+    rules = () if kind is None else KINDS[kind].rules
+    places = {_renamed(bare_name(name), rules): name for name in base}
+    for name, tensor in adapters.items():
+        plain = _PEFT.sub("", name)
+        part = re.fullmatch(r"(.*)\.lora_([AB])\.(\w+\.)?weight", plain)
+        if config.get("use_dora") or (part is None and ".lora_" in name):
+            raise PrivlabError(f"{source} must hold LoRA's A and B. Found {name}: save merge_and_unload() instead.")
+        plain = plain if part is None else f"{part[1]}.weight"
+        renamed = _renamed(bare_name(plain), rules)
+        place = places.get(renamed, renamed)
+        if part is None:
+            merged[place] = tensor
+        elif place not in base:
+            raise PrivlabError(f"{source} adapts {plain}, which its base does not have. Found {first([*base], 3)}.")
+        elif part[2] == "A":
+            B, A, W = adapters[name.replace(".lora_A.", ".lora_B.")].flatten(1), tensor.flatten(1), base[place]
+            named = (
+                alpha for key, alpha in config.get("alpha_pattern", {}).items() if re.search(rf"(^|\.){key}$", part[1])
+            )
+            alpha, r = next(named, config["lora_alpha"]), len(A)
+            merged[place] = W + (alpha / (r**0.5 if config.get("use_rslora") else r) * (B @ A)).reshape(W.shape)
+    return merged
 
 
 def bare_name(name: str) -> str:

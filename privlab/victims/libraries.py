@@ -5,7 +5,6 @@ its `config.json` beside it.
 """
 
 import copy
-import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from privlab.base import PrivlabError, check_name, first
 from privlab.victims.layouts import KINDS, from_any_layout, kind_of
 from privlab.victims.names import NORMALISATIONS
-from privlab.victims.weights import misfits
+from privlab.victims.weights import misfits, read_json
 
 _MODULES = {
     "peft": "peft.",
@@ -160,16 +159,11 @@ def config_beside(file: Path) -> Mapping[str, Any]:
     """Return the configuration of transformers in the folder of a file of weights; nothing where there is none.
 
     Raises:
-        PrivlabError: if it is not valid JSON.
+        PrivlabError: if it is not a valid JSON object.
     """
     path = (file if file.is_dir() else file.parent) / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PrivlabError(f"'{path}' must be valid JSON, as transformers writes it: {error}.") from error
-    return config.get("vision_config", config) if isinstance(config, dict) else {}
+    config = read_json(path) if path.is_file() else {}
+    return config.get("vision_config", config)
 
 
 def fit_head(vit: VisionTransformer, state: Mapping[str, Tensor]) -> None:

@@ -128,10 +128,10 @@ def size_error(name: str, img_size: int, patch: int) -> PrivlabError:
 
 
 def check_weights_file(path: Path) -> None:
-    """Refuse weights whose file is not there; FILE#ENTRY is an entry of FILE.
+    """Refuse weights whose file or folder is not there; FILE#ENTRY is an entry of FILE.
 
     Raises:
         PrivlabError: if there is no such file.
     """
-    if not (path.is_file() or path.with_name(path.name.partition("#")[0]).is_file()):
+    if not (path.exists() or path.with_name(path.name.partition("#")[0] or "#").exists()):
         raise PrivlabError(f"No weights file at '{path}'. Give a file, auto, pretrained or random.")

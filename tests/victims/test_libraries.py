@@ -161,6 +161,35 @@ def test_adapters_of_peft_are_merged(target: list[str]) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
+@pytest.mark.filterwarnings("ignore:model.safetensors. read tensors by the names of transformers")
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "alpha_pattern": {"0.attention.q_proj": 1}}])
+@torch.no_grad()
+def test_adapters_that_peft_saves_are_merged_into_their_base(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base is in the folder; else a line says what is missing."""
+    peft = pytest.importorskip("peft")
+    size = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "patch_size": 16}
+    monkeypatch.setattr(f"{__name__}.SIZE", SIZE | size | {"num_hidden_layers": 12, "image_size": 32})
+    model, x = made("ViTForImageClassification", num_labels=5), torch.rand(2, 3, 32, 32)
+    model.save_pretrained(tmp_path / "base")
+    target = r".*\.(query|value|q_proj|v_proj)"
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=target, modules_to_save=["classifier"], **options)
+    model = peft.get_peft_model(model, config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(PrivlabError, match=r"put the base's model\.safetensors"):
+        victim("timm:vit_tiny_patch16_224", weights=tmp_path / "adapter", img_size=32)
+    (tmp_path / "base" / "model.safetensors").rename(tmp_path / "adapter" / "model.safetensors")
+    with pytest.warns(PrivlabWarning, match="LoRA's adapters, which are merged"):
+        base = victim("timm:vit_tiny_patch16_224", weights=tmp_path / "adapter", img_size=32).model
+    assert_close(base(x), model(pixel_values=base.normalise(x)).logits, rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 def test_retfounds_mean_of_the_patches_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     """RETFound fine-tunes MAE's encoder with `global_pool`: fc_norm of the mean of the patches' tokens, and no norm."""
