@@ -19,11 +19,11 @@ class RecordUpdate(Callback):
         trainer = Trainer(callbacks=[RecordUpdate(vit, "updates")])
 
     Args:
-        model: the timm ViT within the LightningModule.
+        model: the ViT within the LightningModule, of timm or another library, or the LightningModule.
         folder: path of the folder; a fit writes `round-N/before.safetensors` and `after.safetensors` there.
 
     Raises:
-        PrivlabError: if the names of the parameters are not timm's, or nothing was trained.
+        PrivlabError: if it is no ViT, or nothing was trained.
     """
 
     def __init__(self, model: nn.Module, folder: str | Path) -> None:

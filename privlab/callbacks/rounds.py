@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from privlab.base import PrivlabError, first
 from privlab.release.capture import capture_next
+from privlab.victims import from_any_layout
 
 
 class RoundRecorder:
@@ -17,19 +18,19 @@ class RoundRecorder:
     The numbers go on where an earlier recording into the folder ended.
 
     Args:
-        model: the timm ViT itself, not what wraps it; it is left as it is.
+        model: the ViT of timm, transformers, torchvision or MONAI, or what wraps it; it is left as it is.
         folder: path of the folder.
 
     Raises:
-        PrivlabError: if the names of the parameters are not timm's.
+        PrivlabError: if the names of the parameters are those of another model.
     """
 
     def __init__(self, model: nn.Module, folder: str | Path) -> None:
-        names = [name for name, _ in model.named_parameters()]
-        if "patch_embed.proj.weight" not in names:
+        names = [*model.state_dict()]
+        if "patch_embed.proj.weight" not in from_any_layout(model.state_dict()):
             raise PrivlabError(
-                "The model whose updates are recorded must have timm's parameter names, such as "
-                f"patch_embed.proj.weight. Found {first(names, 3) or 'none'}: give the VisionTransformer itself."
+                "The model whose updates are recorded must have the parameter names of a ViT of timm, transformers, "
+                f"torchvision or MONAI, such as patch_embed.proj.weight. Found {first(names, 3) or 'none'}."
             )
         self.model, self.folder = model, Path(folder)
         self.before: dict[str, Tensor] | None = None

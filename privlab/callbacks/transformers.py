@@ -16,14 +16,14 @@ except ImportError as error:
 class RecordUpdate(TrainerCallback):
     """Record the weights of a ViT before and after each training, as files that `privlab audit update` reads.
 
-        trainer = Trainer(model, arguments, train_dataset=images, callbacks=[RecordUpdate(model.vit, "updates")])
+        trainer = Trainer(model, arguments, train_dataset=images, callbacks=[RecordUpdate(model, "updates")])
 
     Args:
-        model: the timm ViT within the model that is trained.
+        model: the model that is trained: a ViT of transformers with its classifier, or one that wraps a timm ViT.
         folder: path of the folder; a training writes `round-N/before.safetensors` and `after.safetensors` there.
 
     Raises:
-        PrivlabError: if the names of the parameters are not timm's, or nothing was trained.
+        PrivlabError: if it is no ViT, or nothing was trained.
     """
 
     def __init__(self, model: nn.Module, folder: str | Path) -> None:

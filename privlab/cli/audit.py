@@ -67,7 +67,7 @@ def update(context: click.Context, before: Path, after: Path, **options: Any) ->
             f"preset ({', '.join(CLIENT_PRESETS)}). Found none. --set client.lr=0.01 and so on say the rest."
         )
     for file, role in ((before, "before"), (after, "after")):
-        if not file_and_entry(file)[0].is_file():
+        if not file_and_entry(file)[0].exists():
             raise PrivlabError(f"No file at '{file}'. Give the weights {role} the round, BEFORE AFTER.")
     return _audit_release(context, (before, after), "a", **options)
 

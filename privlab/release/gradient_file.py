@@ -55,7 +55,8 @@ _ADVICE = "What is audited is the gradient: call privlab.capture after loss.back
 class GradientFile:
     """What a training client released of one step, as its file states it.
 
-    `gradients` holds them by timm's parameter name, in the file's precision; the parameters in `without` have none.
+    `gradients` holds them by timm's parameter name, in the file's precision; the parameters in `without` have none. Of
+    an update, `sent_as` is the number format that was sent, and `sends` says whether of weights or of their difference.
     """
 
     source: str
@@ -65,6 +66,8 @@ class GradientFile:
     without: frozenset[str] = frozenset()
     model: str | None = None
     weights_sha256: str | None = None
+    sent_as: str = "float32"
+    sends: str = "difference"
 
     @property
     def is_zero(self) -> bool:
@@ -130,6 +133,16 @@ def check_fit(released: GradientFile, model: VictimModel) -> None:
         ]
         hint = "; ".join(filter(None, hints)) or "name the client's model"
         raise PrivlabError(f"The gradients of {released.source} do not fit this model ({hint}). {told}.")
+    check_finite(released)
+
+
+def check_finite(released: GradientFile) -> None:
+    """Check that all gradients are finite.
+
+    Raises:
+        PrivlabError: with the first names of those that are not.
+    """
+    found = released.gradients
     broken = {name: int((~g.isfinite()).sum()) for name, g in found.items()}
     if any(broken.values()):
         counts = [f"{name} ({count} of {found[name].numel()} entries)" for name, count in broken.items() if count]
@@ -163,22 +176,16 @@ def check_head(released: GradientFile) -> bool:
         warn(f"{released.source}: no gradient of {HEAD_BIAS}: labels, batch size and reduction cannot be checked.")
         return False
     h = mean * size
-    positive = float(h.clamp(min=0).sum())
-    if abs(float(h.sum())) > _ROUNDING_ERROR * float(h.abs().sum()) + 1e-5 * size:
+    if not _cancels(h, size):
         warn(
             f"{released.source}: the gradient of {HEAD_BIAS} adds up to {float(h.sum()):.3g} instead of 0: the loss is "
             "no softmax cross-entropy, there is noise, or the file holds what an optimiser made of gradients. Labels, "
             "batch size and reduction cannot be checked."
         )
         return False
+    if (wrong := contradiction(released)) is not None:
+        raise PrivlabError(wrong)
     stated = f"batch size {size} under reduction {released.reduction}"
-    if positive > size * (1 + _ROUNDING_ERROR):
-        factor = size if released.reduction == "mean" else 1
-        raise PrivlabError(
-            f"{released.source} contradicts itself: with {stated}, the positive entries of {HEAD_BIAS} add up to at "
-            f"most {size / factor:g}. Found {positive / factor:.4g}: the reduction is another, "
-            "the batch larger, or the gradient scaled (unscale it first)."
-        )
     room = size / len(h)
     fewest = sum(max(1, math.ceil(-value * (1 - _ROUNDING_ERROR) - room)) for value in h.tolist() if value < -room)
     if fewest > size:
@@ -188,6 +195,27 @@ def check_head(released: GradientFile) -> bool:
         )
         return False
     return True
+
+
+def _cancels(h: Float[Tensor, " y"], size: int) -> bool:
+    """Return whether the summed gradient of the head's bias adds up to 0, as that of a softmax cross-entropy does."""
+    return abs(float(h.sum())) <= _ROUNDING_ERROR * float(h.abs().sum()) + 1e-5 * size
+
+
+def contradiction(released: GradientFile) -> str | None:
+    """Return how the head's gradient contradicts batch size and reduction, where it is that of a cross-entropy."""
+    mean, size = head_of(released), released.batch_size
+    if mean is None or not _cancels(h := mean * size, size):
+        return None
+    positive = float(h.clamp(min=0).sum())
+    if positive <= size * (1 + _ROUNDING_ERROR):
+        return None
+    factor = size if released.reduction == "mean" else 1
+    return (
+        f"{released.source} contradicts itself: with batch size {size} under reduction {released.reduction}, the "
+        f"positive entries of {HEAD_BIAS} add up to at most {size / factor:g}. Found {positive / factor:.4g}: the "
+        "reduction is another, the batch larger, or the gradient scaled (unscale it first)."
+    )
 
 
 def observation(

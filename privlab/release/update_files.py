@@ -16,6 +16,9 @@ from privlab.release.local_training import rounding_deviation, trained_parameter
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel, by_order, check_floats, from_any_layout, warn_of_integers
 
+_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""The number formats in half precision, and what `Client.sent_as` calls them."""
+
 _FEW = 3  # the most parameters that are listed as those which did not move
 
 
@@ -40,7 +43,8 @@ def update_between(
             same.
 
     Warns:
-        PrivlabWarning: for other integer tensors of the second one alone, which are left aside.
+        PrivlabWarning: for other integer tensors of the second one alone, which are left aside, a difference in the
+            place of the second one, and half precision.
     """
     states, integers = [by_order(from_any_layout(state), [*weights]) for state in (before, after)], list[set[str]]()
     for name, state in zip(names, states, strict=True):
@@ -49,14 +53,20 @@ def update_between(
     short = [Path(name).name for name in names]
     warn_of_integers(integers[1] - integers[0], short[1])
     old, new = ({k: state[k] for k in state if k not in left} for state, left in zip(states, integers, strict=True))
-    new = _with_difference(old, new, short[1])
+    sent = new
+    new = _with_difference(old, sent, short[1])
     check_trained(old, new, names)
-    for name, state in zip(names, (old, new), strict=True):
-        if broken := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
-            why = "the client diverged, and such an update shows nothing" if state is new else "take others"
-            raise PrivlabError(f"The weights '{name}' must be finite. Found NaN or infinity in {first(broken)}: {why}.")
     update = {name: (old[name].double() - new[name].double()).float() for name in old}
-    return GradientFile(" → ".join(short), update, images, "mean")
+    halves = [_HALVES[tensor.dtype] for tensor in sent.values() if tensor.dtype in _HALVES]
+    number = halves[0] if halves else "float32"
+    if halves:
+        warn(
+            f"{short[1]} holds {len(halves)} of {len(sent)} tensors in half precision: client.sent_as={number} is "
+            "taken, and the update is weighed by its rounding. A low score here is no evidence of privacy.",
+            4,
+        )
+    sends = "weights" if new is sent else "difference"
+    return GradientFile(" → ".join(short), update, images, "mean", sent_as=number, sends=sends)
 
 
 def _with_difference(old: Mapping[str, Tensor], new: dict[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -104,6 +114,8 @@ def update_observation(
         )
     if not moved:
         raise PrivlabError(f"{released.source}: nothing that this model trains moved. Name the client's model.")
+    if released.sent_as != "float32":
+        client = replace(client, sent_as=released.sent_as, sends=released.sends)
     client = _that_moved(released.source, model, client, held, moved, filtered=bool(defense))
     left = frozenset(held.keys() - set(trained_parameters(model, client)))
     released = replace(released, gradients={n: u for n, u in held.items() if n not in left}, without=left)

@@ -26,7 +26,7 @@ from privlab.runs.audits import UNSCORED, Audit, Row, failed, unknown_images
 from privlab.runs.update_diagnosis import label_shares
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
-from privlab.victims import file_and_entry
+from privlab.victims import file_of
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
@@ -80,7 +80,7 @@ def audit_gradients(
             attacks, refused = [], refused | {attack.name: reason for attack in attacks}
         scorer = None if reference is None else ReferenceScorer.of(reference, audited.spec, audited.base)
     names, files = (("before", "after"), file) if isinstance(file, tuple) else (("file",), (file,))
-    content = {name: file_and_entry(path)[0].read_bytes() for name, path in zip(names, files, strict=True)}
+    content = {name: file_of(path).read_bytes() for name, path in zip(names, files, strict=True)}
     images = unknown_images(audited.source, b"".join(content.values()), audited.file.batch_size)
     if audited.labels is not None and len({*audited.labels}) == 1:
         images = tuple(replace(image, label=audited.labels[0], label_origin="released") for image in images)

@@ -170,12 +170,15 @@ def _read_update(before: Path, after: Path, spec: Case, device: torch.device) ->
     client = spec.client
     assert client is not None
     weights = [name for name, tensor in own_layout(base.model).items() if tensor.is_floating_point()]
-    released = update_between(read_state(before), read_state(after), client.released_images, files, weights)
+    began = read_state(before)
+    released = update_between(began, read_state(after, began), client.released_images, files, weights)
     filters = defense_of(spec, base, spec.settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
     if seen.client is not None and seen.client != client:  # a file of the model's own weights has no adapters
         options = (each for each in spec.words.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
-        spec = released_by(spec, seen.client, [*options, f"client.trains={seen.client.trains}"])
+        sent = (f"client.sends={seen.client.sends}", f"client.sent_as={seen.client.sent_as}")
+        sent = sent if seen.client.sent_as != client.sent_as else ()
+        spec = released_by(spec, seen.client, [*options, f"client.trains={seen.client.trains}", *sent])
     return Audited(spec=spec, base=base, file=released, seen=seen)
 
 

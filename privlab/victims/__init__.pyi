@@ -13,12 +13,14 @@ from .closed_form import released_parameters as released_parameters
 from .first_block import PreNormBlock as PreNormBlock
 from .first_block import first_block as first_block
 from .first_block import why_no_plain_block as why_no_plain_block
-from .hugging_face import as_timm as as_timm
 from .layouts import bare_name as bare_name
 from .layouts import by_order as by_order
 from .layouts import from_any_layout as from_any_layout
 from .layouts import own_layout as own_layout
+from .layouts import timm_gradients as timm_gradients
 from .layouts import timm_names as timm_names
+from .libraries import as_timm as as_timm
+from .libraries import merged_state as merged_state
 from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin
@@ -36,6 +38,7 @@ from .names import victim_names as victim_names
 from .weights import WeightsUnavailable as WeightsUnavailable
 from .weights import cache_folder as cache_folder
 from .weights import check_floats as check_floats
+from .weights import file_of as file_of
 from .weights import hash_of as hash_of
 from .weights import misfits as misfits
 from .weights import offline as offline

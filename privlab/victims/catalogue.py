@@ -95,6 +95,7 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
     """
     if str(file) in ("auto", "pretrained", "random"):
         raise PrivlabError(f"import takes a file. Found '{file}': for timm's weights there is `privlab models fetch`.")
+    file = stored.file_of(file)
     read = stored.read_state(file)
     made = victim(name, weights=file, img_size=img_size)
     state = dict(made.model.vit.state_dict())

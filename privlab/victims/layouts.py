@@ -1,41 +1,52 @@
 """Layouts of weights: what a file wraps them in, and timm's names for them, whoever named them.
 
 Weights are found in entries of a file ("state_dict", "model_ema") and under prefixes of names ("module.", "model.").
-Their own names may be timm's, the MJP authors', torchvision's or those of Hugging Face's transformers.
+Their own names may be timm's, the MJP authors', or those of torchvision, transformers or MONAI (`KINDS`).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_name
+from privlab.base import PrivlabError, check_name, first
 
 State = dict[str, Tensor]
 
 _WRAPPERS = re.compile(r"^((module|_orig_mod|_module|victim|vit|net)\.)+")
 
-_ENTRIES = ("state_dict", "model", "model_state_dict", "net", "weights", "student", "state_dict_ema", "model_ema")
-"""The entries of checkpoints, those that come first being taken first."""
+_ENTRIES = (
+    *("current_model_state", "state_dict", "model", "model_state_dict", "net", "weights", "student"),
+    *("state_dict_ema", "model_ema"),
+)
+"""The entries of checkpoints, those that come first being taken first; Lightning averages into `state_dict`."""
 
 _PATCHES = re.compile(
-    r"^(.*?)(patch_embed\.proj|conv_proj|embeddings\.patch_embedding(s\.projection)?)\.(weight|base_layer\.weight)$"
+    r"^(.*?)(patch_embed\.proj|conv_proj|embeddings\.patch_embedding(s(\.projection)?)?"
+    r"|patch_embedding\.patch_embeddings(\.1)?)\.(weight|base_layer\.weight)$"
 )
 """The patch projection in the layouts that are known; what stands before it wraps the model."""
 
-_BESIDE = re.compile(r"^(heads?|classifier|visual_projection|fc_norm|norm|pos_embed|cls_token|unk_embed|dlocr|dal)\b")
+_BESIDE = re.compile(
+    r"^(heads?|classifier|fc|(cls|distillation)_classifier|visual_projection|fc_norm|norm|pos_embed|cls_token|unk_embed"
+    r"|dlocr|dal)\b"
+)
 """Tensors of a ViT that may be outside the wrapper of its backbone."""
 
 _PRETRAINING = re.compile(r"^(decoder|mask_token)")
 """Tensors of masked autoencoders (MAE, RETFound) that no ViT has."""
 
 _TRANSFORMERS = (
-    (r"^(vit|dinov2|dinov2_with_registers|vision_model)\.", ""),
-    (r"^(classifier|visual_projection)\.", "head."),
+    (r"^(vit|deit|dinov2|dinov2_with_registers|vision_model)\.", ""),
+    (r"^(classifier|cls_classifier|visual_projection)\.", "head."),
+    (r"^distillation_classifier\.", "head_dist."),
     (r"^embeddings\.(cls_token|class_embedding)$", "cls_token"),
-    (r"^embeddings\.register_tokens$", "reg_token"),
+    (r"^embeddings\.(register_tokens|distillation_token)$", "reg_token"),
     (r"^embeddings\.position_embeddings?(\.weight)?$", "pos_embed"),
     (r"^embeddings\.patch_embedding(s\.projection)?\.", "patch_embed.proj."),
     (r"^pre_layrnorm\.", "norm_pre."),
@@ -59,7 +70,7 @@ _TRANSFORMERS = (
 _TORCHVISION = (
     (r"^class_token$", "cls_token"),
     (r"^encoder\.pos_embedding$", "pos_embed"),
-    (r"^conv_proj\.", "patch_embed.proj."),
+    (r"(^|\.)conv_proj\.", "patch_embed.proj."),
     (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
     (r"\.ln_([12])\.", r".norm\1."),
     (r"\.self_attention\.in_proj_", ".attn.qkv."),
@@ -71,8 +82,75 @@ _TORCHVISION = (
 )
 """Names of torchvision's `VisionTransformer`, and timm's for them."""
 
-_LEFT_OUT = re.compile(r"pooler\.|embeddings\.mask_token|embeddings\.position_ids")
-"""Tensors of transformers that no token of an image depends on."""
+_MONAI = (
+    (r"^patch_embedding\.position_embeddings$", "pos_embed"),
+    (r"^patch_embedding\.patch_embeddings\.", "patch_embed.proj."),
+    (r"\.attn\.out_proj\.", ".attn.proj."),
+    (r"\.mlp\.linear([12])\.", r".mlp.fc\1."),
+    (r"^classification_head\.", "head."),
+)
+"""Names of MONAI's `ViT`, and timm's for them."""
+
+_PEFT = re.compile(r"^base_model\.model\.|(?<=\.)(modules_to_save\.default|base_layer)\.")
+"""What peft adds to the names of the tensors that it does not adapt."""
+
+_LEFT_OUT = re.compile(r"pooler\.|embeddings\.mask_token|embeddings\.position_ids|cross_attn\.")
+"""Tensors of transformers and MONAI that no token of an image depends on."""
+
+_UNLIKE = (
+    (r"\.mlp\.(weights_in|gate_proj)\.", "a gated MLP (use_swiglu_ffn): take timm's DINOv2"),
+    (r"\.lambda_1$", "relative positions (BEiT): take timm's BEiT"),
+    (r"^embeddings\.patch_embeddings\.weight$", "rotary positions (DINOv3): take timm's DINOv3"),
+    (r"^patch_embed\.proj\.1\.", "patches that a linear layer embeds (proj_type='perceptron'): take proj_type='conv'"),
+    (r"^head\.0\.", "a tanh behind its classifier (post_activation='Tanh'): take post_activation=None"),
+)
+"""What timm's `VisionTransformer` does not have: a pattern of the name, and what is said of it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of ViT of another library, with what timm has to be told and the tensors do not show.
+
+    `marker` is a pattern of a name that this kind has and those above it in `KINDS` do not. `eps` and `activation` are
+    those of its configurations by default; `options` are further ones of timm's `VisionTransformer`.
+    """
+
+    library: str
+    marker: str
+    rules: tuple[tuple[str, str], ...]
+    eps: float
+    normalisation: str
+    activation: str = "gelu"
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+_UNPLACED = MappingProxyType({"no_embed_class": True})  # class and register tokens have no position embedding
+
+KINDS = {
+    "torchvision-vit": Kind("torchvision", r"(^|\.)conv_proj\.", _TORCHVISION, 1e-6, "imagenet"),
+    "monai-vit": Kind("MONAI", r"(^|\.)patch_embedding\.patch_embeddings\.", _MONAI, 1e-5, "none", options=_UNPLACED),
+    "transformers-clip_vision_model": Kind(
+        "transformers", r"embeddings\.class_embedding$", _TRANSFORMERS, 1e-5, "clip", "quick_gelu"
+    ),
+    "transformers-siglip_vision_model": Kind(
+        "transformers", r"embeddings\.patch_embedding\.", _TRANSFORMERS, 1e-6, "inception", "gelu_pytorch_tanh"
+    ),
+    "transformers-dinov2_with_registers": Kind(
+        "transformers", r"embeddings\.register_tokens$", _TRANSFORMERS, 1e-6, "imagenet", options=_UNPLACED
+    ),
+    "transformers-dinov2": Kind("transformers", r"\.layer_scale1\.lambda1$", _TRANSFORMERS, 1e-6, "imagenet"),
+    "transformers-deit": Kind("transformers", r"\bembeddings\.distillation_token$", _TRANSFORMERS, 1e-12, "imagenet"),
+    "transformers-vit": Kind(
+        "transformers", r"embeddings\.patch_embeddings\.projection", _TRANSFORMERS, 1e-12, "inception"
+    ),
+}
+"""The kinds of ViTs of other libraries; the first whose marker is found is taken."""
+
+
+def kind_of(names: Iterable[str]) -> str | None:
+    """Return which of `KINDS` has tensors of these names; None for another layout, such as timm's."""
+    names = [*names]
+    return next((kind for kind, each in KINDS.items() if any(re.search(each.marker, name) for name in names)), None)
 
 
 def choose(content: object, source: str, wanted: str | None = None) -> tuple[State, str]:
@@ -102,7 +180,8 @@ def choose(content: object, source: str, wanted: str | None = None) -> tuple[Sta
             check_name(f"entry of {source}", wanted, [*found])
     entry, prefix, state = found[names[0]]
     told = [f"the entry '{entry}'"] if entry not in ("", "state_dict", "model") else []
-    if _WRAPPERS.sub("", prefix) and not prefix.endswith("vit."):  # our own training's wrapper goes without saying
+    own_training = prefix.endswith("vit.") and kind_of(state) is None  # its wrapper goes without saying
+    if _WRAPPERS.sub("", prefix) and not own_training:
         told.append(f"the tensors whose names begin with '{prefix}'")
     if len(found) > 1:
         others = ", ".join(f"#{name}" for name in found if name != names[0])
@@ -166,15 +245,54 @@ def _unwrapped(state: Mapping[str, Tensor]) -> State:
             bare = bare.removeprefix(f"{part}.")
         if (inside or _BESIDE.match(bare)) and not _PRETRAINING.match(bare):
             named[bare] = tensor.detach()
-    if "conv_proj.weight" in named:
-        return {_renamed(name, _TORCHVISION): tensor for name, tensor in named.items()}
-    return timm_names(named) if any(name.startswith("embeddings.") for name in named) else named
+    if kind_of(named) is not None:
+        return timm_names(named)
+    if "head.weight" in named:
+        return named
+    return {re.sub(r"^(classifier|fc)\.", "head.", name): tensor for name, tensor in named.items()}
 
 
 def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
     for pattern, new in patterns:
         name = re.sub(pattern, new, name)
     return name
+
+
+def with_adapters(base: State, adapters: State, config: Mapping[str, Any], source: str) -> State:
+    """Return weights with LoRA's adapters merged into them, W + s B A with s = α / r, or α / √r (rsLoRA).
+
+    Args:
+        base: the weights without adapters, by the names of any library.
+        adapters: what peft saved: A and B of the layers, and the whole tensors of those that it trained besides.
+        config: peft's `adapter_config.json`.
+        source: the file of the adapters, for errors.
+
+    Raises:
+        PrivlabError: for other adapters than LoRA's, or of layers that the base does not have.
+    """
+    kind, merged = kind_of(base), dict(base)
+    rules = () if kind is None else KINDS[kind].rules
+    places = {_renamed(bare_name(name), rules): name for name in base}
+    for name, tensor in adapters.items():
+        plain = _PEFT.sub("", name)
+        part = re.fullmatch(r"(.*)\.lora_([AB])\.(\w+\.)?weight", plain)
+        if config.get("use_dora") or (part is None and ".lora_" in name):
+            raise PrivlabError(f"{source} must hold LoRA's A and B. Found {name}: save merge_and_unload() instead.")
+        plain = plain if part is None else f"{part[1]}.weight"
+        renamed = _renamed(bare_name(plain), rules)
+        place = places.get(renamed, renamed)
+        if part is None:
+            merged[place] = tensor
+        elif place not in base:
+            raise PrivlabError(f"{source} adapts {plain}, which its base does not have. Found {first([*base], 3)}.")
+        elif part[2] == "A":
+            B, A, W = adapters[name.replace(".lora_A.", ".lora_B.")].flatten(1), tensor.flatten(1), base[place]
+            named = (
+                alpha for key, alpha in config.get("alpha_pattern", {}).items() if re.search(rf"(^|\.){key}$", part[1])
+            )
+            alpha, r = next(named, config["lora_alpha"]), len(A)
+            merged[place] = W + (alpha / (r**0.5 if config.get("use_rslora") else r) * (B @ A)).reshape(W.shape)
+    return merged
 
 
 def bare_name(name: str) -> str:
@@ -208,25 +326,71 @@ def by_order(state: State, names: list[str]) -> State:
 
 
 def timm_names(tensors: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:
-    """Return tensors of transformers by timm's names: renamed, and queries, keys and values joined.
+    """Return tensors of another library's ViT by timm's names: renamed, and queries, keys and values joined.
 
     That is linear, and each entry keeps its place in one tensor, so that it takes weights as well as their gradients
     and updates. The position embedding of a class token before registers is added to that token, as timm does: that
-    suits weights alone. The tensors are those of a ViT, DINOv2, or the vision tower of CLIP or SigLIP.
+    suits weights alone. The tensors are those of one of `KINDS`.
+
+    Raises:
+        PrivlabError: for parts that timm's `VisionTransformer` does not have.
     """
-    named = {_renamed(name, _TRANSFORMERS): tensor for name, tensor in tensors.items()}
+    kind = kind_of(tensors) or "transformers-vit"
+    named = {_renamed(name, KINDS[kind].rules): tensor for name, tensor in tensors.items()}
     found = {name: tensor for name, tensor in named.items() if not _LEFT_OUT.search(name)}
-    for name in [name for name in found if re.search(r"\.attn\.q\.", name)]:
-        parts = [found.pop(name.replace(".attn.q.", f".attn.{part}.")) for part in "qkv"]
-        found[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(parts)
-    for kind in ("weight", "bias"):
-        if (joint := found.pop(f"attn_pool.in_proj.{kind}", None)) is not None:
+    _check_expressible(kind, found)
+    for name in [name for name in found if ".attn.q." in name]:
+        parts = [found.pop(name.replace(".attn.q.", f".attn.{part}."), None) for part in "qkv"]
+        if any(part is None for part in parts):
+            raise PrivlabError(f"{name} of {kind} must have keys and values as well. Found {first([*tensors], 3)}.")
+        found[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([part for part in parts if part is not None])
+    classifies = any(re.search(r"(^|\.)classifier\.", name) for name in tensors)
+    if classifies and kind == "transformers-clip_vision_model":  # it reads the mean of tokens that are not normalised
+        found = {name: tensor for name, tensor in found.items() if not name.startswith("norm.")}
+    if classifies and kind == "transformers-siglip_vision_model":  # it reads the mean of the tokens
+        found = {name: tensor for name, tensor in found.items() if not name.startswith("attn_pool.")}
+    for part in ("weight", "bias"):
+        if (joint := found.pop(f"attn_pool.in_proj.{part}", None)) is not None:
             width = len(joint) // 3
-            found[f"attn_pool.q.{kind}"], found[f"attn_pool.kv.{kind}"] = joint[:width], joint[width:]
+            found[f"attn_pool.q.{part}"], found[f"attn_pool.kv.{part}"] = joint[:width], joint[width:]
     for name in ("cls_token", "pos_embed"):
         if name in found:
             found[name] = found[name].reshape(1, -1, found[name].shape[-1])
-    if "reg_token" in found:
+    if kind == "transformers-dinov2_with_registers" and "cls_token" in found:
         found["cls_token"] = found["cls_token"] + found["pos_embed"][:, :1]
         found["pos_embed"] = found["pos_embed"][:, 1:]
+    if "head_dist.weight" in found:  # of timm's distilled ViT; without its head, timm has the token as a register
+        found["dist_token"] = found.pop("reg_token")
     return found
+
+
+def _check_expressible(kind: str, named: Mapping[str, Tensor]) -> None:
+    """Check that timm's `VisionTransformer` has the parts of another library's ViT, by names that are timm's.
+
+    Raises:
+        PrivlabError: if it does not, with what would be right.
+    """
+    for pattern, what in _UNLIKE:
+        if any(re.search(pattern, name) for name in named):
+            raise PrivlabError(f"{kind} has {what}.")
+    proj = named.get("patch_embed.proj.weight")
+    if proj is not None and proj.ndim == 5:
+        raise PrivlabError(
+            f"{kind} has three-dimensional patches, {tuple(proj.shape[2:])}. No attack here reads these: audit a ViT "
+            "that is fed the slices of a volume."
+        )
+
+
+def timm_gradients(gradients: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> State:
+    """Return gradients by timm's names; of tensors that are joined there, those with a part that has none are left out.
+
+    Args:
+        gradients: those of a model of timm or of another library, by its own names.
+        shapes: all its parameters, by the same names.
+    """
+    zeros = {name: torch.zeros_like(p) for name, p in shapes.items()}
+    whole = from_any_layout({name: zeros[name] + float(name in gradients) for name in shapes})
+    named = from_any_layout({name: gradients.get(name, zeros[name]) for name in shapes})
+    # the class token before registers holds its position embedding, which a gradient does not
+    unplaced = {"cls_token"} if kind_of(shapes) == "transformers-dinov2_with_registers" else set[str]()
+    return {name: g for name, g in named.items() if name not in unplaced and bool(whole[name].all())}

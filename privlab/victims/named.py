@@ -1,9 +1,11 @@
 """Victims: named timm ViTs (`deit_s_mjp` …) with weights of stated origin and their own preprocessing."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import timm
@@ -15,8 +17,8 @@ from privlab.base import PrivlabError, check_name, check_range, unknown_name, wa
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.anatomy import Vit, unwrapped
-from privlab.victims.hugging_face import as_timm, is_of_torchvision, is_of_transformers
-from privlab.victims.layouts import from_any_layout
+from privlab.victims.layouts import from_any_layout, kind_of
+from privlab.victims.libraries import as_timm, config_beside, fit_head, library_of, merged, options_of
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.victims.names import normalisation_of, of_channels, resolve_own, size_error
 from privlab.victims.own_gradients import check_gradients
@@ -171,8 +173,8 @@ def victim(
 def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, unknown_pe: str | None = None) -> Victim:
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
-    own = vit = unwrapped(vit)
-    if isinstance(vit, nn.Module) and (is_of_transformers(vit) or is_of_torchvision(vit)):
+    own = vit = merged(unwrapped(vit))
+    if isinstance(vit, nn.Module) and library_of(vit) is not None:
         vit = copied = as_timm(vit)
     else:
         check_plain(vit)
@@ -226,10 +228,18 @@ def _make_named(
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
     trained = name if architecture in COMPACT else architecture
     origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-    state = from_any_layout(stored.read_state(path))
+    tensors = stored.read_state(path)
+    state, kind = from_any_layout(tensors), kind_of(tensors)
     own, unknown = _classes(state), state.pop("unk_embed", None)
     drawn = start or (own is None and classes is not None)
-    vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
+    options: dict[str, Any] = {} if kind is None else options_of(kind, state, config_beside(path))
+    if "fc_norm.weight" in state and "norm.weight" not in state:  # MAE and RETFound, fine-tuned with global_pool
+        options["global_pool"] = "avg"
+    if _grey(state):
+        options["in_chans"] = 1
+    vit = _create(architecture, variant, img_size, options, seed=seed if drawn else 0, classes=own or classes)
+    if kind is not None:
+        fit_head(vit, state)
     _check_classes(name, vit, classes)
     if own is None and classes is not None:
         warn(_untrained_head(name, classes), 4)
@@ -315,19 +325,26 @@ def _create(
     architecture: str,
     variant: str,
     img_size: int | None,
+    options: Mapping[str, Any] = MappingProxyType({}),
     *,
     seed: int = 0,
     classes: int | None = None,
-    grey: bool = False,
 ) -> Vit:
-    """Build the architecture with random weights, leaving torch's global random state alone."""
-    options: dict[str, Any] = dict(COMPACT.get(architecture, {})) | (
-        {} if classes is None else {"num_classes": classes}
-    )
+    """Build the architecture with random weights, leaving torch's global random state alone.
+
+    Args:
+        architecture: timm's name of it, or that of a compact one of `COMPACT`.
+        variant: "_nope", "_mjp" or "".
+        img_size: the side of the input, in pixels; None leaves timm's.
+        options: further ones of timm's model.
+        seed: of the weights.
+        classes: of the head; None leaves timm's.
+    """
+    options = dict(COMPACT.get(architecture, {})) | dict(options)
+    if classes is not None:
+        options["num_classes"] = classes
     if img_size is not None:
         options["img_size"] = img_size
-    if grey:
-        options["in_chans"] = 1
     if variant == "_nope":
         options["pos_embed"] = "none"
     with torch.random.fork_rng(devices=[]):

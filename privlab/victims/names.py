@@ -128,18 +128,18 @@ def size_error(name: str, img_size: int, patch: int) -> PrivlabError:
 
 
 def file_and_entry(path: Path) -> tuple[Path, str | None]:
-    """Return the file of FILE#ENTRY and the name of the entry; None if the path has none."""
-    if path.is_file():
+    """Return the file or folder of FILE#ENTRY and the name of the entry; None if the path has none."""
+    if path.exists():
         return path, None
     name, _, entry = path.name.partition("#")
-    return path.with_name(name), entry
+    return path.with_name(name or "#"), entry
 
 
 def check_weights_file(path: Path) -> None:
-    """Refuse weights whose file is not there; FILE#ENTRY is an entry of FILE.
+    """Refuse weights whose file or folder is not there; FILE#ENTRY is an entry of FILE.
 
     Raises:
         PrivlabError: if there is no such file.
     """
-    if not file_and_entry(path)[0].is_file():
+    if not file_and_entry(path)[0].exists():
         raise PrivlabError(f"No weights file at '{path}'. Give a file, auto, pretrained or random.")

@@ -14,8 +14,8 @@ from privlab.base import PrivlabError, first, full_precision, gradients_enabled,
 from privlab.victims.anatomy import causes, changed_parts
 from privlab.victims.closed_form import released_gradients, released_parameters
 from privlab.victims.feed import Feed
-from privlab.victims.hugging_face import is_of_torchvision, is_of_transformers
-from privlab.victims.layouts import from_any_layout, timm_names
+from privlab.victims.layouts import timm_gradients
+from privlab.victims.libraries import library_of
 from privlab.victims.model import VictimModel
 
 _SAME = 5e-4
@@ -62,7 +62,8 @@ def check_gradients(own: nn.Module, model: VictimModel, head: nn.Module) -> None
     try:
         with gradients_enabled(), full_precision(), torch.random.fork_rng(devices=devices):
             with _evaluation(own):
-                wanted = _trained(own, _gradients(own, lambda made: F.cross_entropy(head(_logits(made)), labels), fed))
+                wanted = _gradients(own, lambda made: F.cross_entropy(head(_logits(made)), labels), fed)
+            wanted = timm_gradients(wanted, dict(own.named_parameters()))
             if not wanted:
                 return
             names = sorted(wanted.keys() & released_parameters(model))
@@ -104,7 +105,7 @@ def _gradients(module: nn.Module, loss: Callable[..., Tensor], images: Float[Ten
             leaves[name] = given[name].requires_grad_() if name in given else parameter
     if not leaves:
         return {}
-    argument = {"pixel_values": images} if is_of_transformers(module) else {}
+    argument = {"pixel_values": images} if library_of(module) == "transformers" else {}
     made = functional_call(module, given, () if argument else (images,), argument)
     found = torch.autograd.grad(loss(made), list(leaves.values()), allow_unused=True)
     pairs = zip(leaves.items(), found, strict=True)
@@ -112,27 +113,17 @@ def _gradients(module: nn.Module, loss: Callable[..., Tensor], images: Float[Ten
 
 
 def _logits(made: object) -> Tensor:
-    """Return the outputs of a head: those of timm as they are, and those that models of transformers name."""
+    """Return the outputs of a head: those of timm as they are, and those that models of transformers name.
+
+    MONAI returns its hidden states behind them.
+    """
+    made = made[0] if isinstance(made, tuple) else made
     if isinstance(made, Tensor):
         return made
     for name in ("logits", "image_embeds", "pooler_output"):
         if isinstance(outputs := getattr(made, name, None), Tensor):
             return outputs
     raise TypeError(f"it returns {type(made).__name__} without logits")
-
-
-def _trained(own: nn.Module, gradients: Gradients) -> Gradients:
-    """Return gradients by timm's names; of tensors that are joined there, those with a frozen part are left out."""
-    if is_of_torchvision(own):
-        return from_any_layout(gradients)
-    if not is_of_transformers(own):
-        return gradients
-    shapes = dict(own.named_parameters())
-    whole = timm_names({name: torch.ones_like(p) * float(name in gradients) for name, p in shapes.items()})
-    named = timm_names({name: gradients.get(name, torch.zeros_like(p)) for name, p in shapes.items()})
-    # timm_names adds a position to the class token before registers, which gradients must not do
-    skipped = {"cls_token"} if "reg_token" in named else set()
-    return {name: g for name, g in named.items() if name not in skipped and bool(whole[name].all())}
 
 
 def _differences(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:

@@ -2,8 +2,11 @@
 
 import argparse
 import hashlib
+import json
 import os
+import pathlib
 import pickle
+import re
 import sys
 import threading
 import urllib.error
@@ -23,11 +26,20 @@ from torch import Tensor, nn
 
 from privlab.base import PrivlabError, first, warn
 from privlab.victims.anatomy import Vit
-from privlab.victims.layouts import State, by_order, choose
+from privlab.victims.layouts import KINDS, State, by_order, choose, kind_of, with_adapters
 from privlab.victims.names import check_weights_file, file_and_entry
 
-_ALLOWED: list[Any] = [argparse.Namespace, np.dtype, type(np.dtype("float64")), type(np.dtype("int64")), _scalar]
+_ALLOWED: list[Any] = [
+    *(argparse.Namespace, _scalar, np.dtype, *(type(np.dtype(each)) for each in ("float32", "float64", "int64"))),
+    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+]
 """Classes that checkpoints hold beside tensors, such as the arguments of timm's training script: they run no code."""
+
+_FILES = (
+    *("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model_fsdp.bin", "mp_rank_00_model_states.pt"),
+)
+"""The files of weights in the folders of peft, transformers, accelerate and DeepSpeed; the first one is read."""
 
 
 class WeightsUnavailable(PrivlabError):
@@ -67,23 +79,102 @@ def reachable(url: str, seconds: float = 5) -> bool:
     return bool(answers)
 
 
-def read_state(path: Path) -> State:
-    """Read a state dict from a safetensors, torch or NumPy file, without running any code in it.
+def read_state(path: Path, base: State | None = None) -> State:
+    """Read a state dict from a safetensors, torch or NumPy file or a folder, without running any code in it.
 
-    A checkpoint may hold several, such as the weights and their average: FILE#ENTRY takes the one of that name.
+    A checkpoint may hold several, such as the weights and their average: FILE#ENTRY takes the one of that name. Of a
+    folder, the file is read that transformers, accelerate, DeepSpeed or peft calls so.
+
+    Args:
+        path: the file or the folder.
+        base: the weights into which adapters of peft are merged, where they are not found with them.
 
     Raises:
         PrivlabError: if the file is missing, truncated, holds code, or holds no tensors by name.
 
     Warns:
-        PrivlabWarning: with the entry or the prefix below which the weights were, if it is not a usual one.
+        PrivlabWarning: with what was read: an entry or a prefix that is not a usual one, the names of another library,
+            adapters.
     """
     check_weights_file(path)
     path, wanted = file_and_entry(path)
-    state, told = choose(_content(path), str(path), wanted)
-    if told:
-        warn(f"{path.name}: read {told}.", 3)
+    path = file_of(path)
+    state, entry = choose(_content(path), str(path), wanted)
+    found = [entry] if entry else []
+    if any(".lora_" in name for name in state):
+        state = _with_base(path, state, base)
+        found.append("LoRA's adapters, which are merged into their base")
+    if kind := kind_of(state):
+        found.append(f"tensors by the names of {KINDS[kind].library} as timm's ViT")
+    if found:
+        warn(f"{path.name}: read {' and '.join(found)}.", 3)
     return state
+
+
+def file_of(path: Path) -> Path:
+    """Return the file of weights of FILE#ENTRY, or in a folder; a file as it is.
+
+    Raises:
+        PrivlabError: if the folder holds none.
+    """
+    path, _ = file_and_entry(path)
+    if not path.is_dir():
+        return path
+    latest = path / "latest"  # in which DeepSpeed names the folder of its last checkpoint
+    folders = [path, *([path / latest.read_text(encoding="utf-8").strip()] if latest.is_file() else [])]
+    if file := next((file for folder in folders for name in _FILES if (file := folder / name).is_file()), None):
+        return file
+    if any(path.glob("**/*.distcp")):
+        raise PrivlabError(
+            f"'{path}' holds shards of FSDP, whose list is a pickle, which may hold code. Merge them into one file "
+            "first: accelerate merge-weights SHARDS OUT."
+        )
+    names = sorted(each.name for each in path.iterdir())
+    raise PrivlabError(f"The folder '{path}' must hold {', '.join(_FILES)}. Found {first(names, 3) or 'nothing'}.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a file of transformers or peft states beside weights.
+
+    Raises:
+        PrivlabError: if it is not a valid JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PrivlabError(f"'{path}' must be valid JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise PrivlabError(f"'{path}' must hold a JSON object. Found {type(found).__name__}.")
+    return found
+
+
+def _with_base(path: Path, adapters: State, base: State | None) -> State:
+    """Return the weights that adapters of peft give with their base, which may be in the file, with it, or given.
+
+    Raises:
+        PrivlabError: if their configuration or their base is not found.
+    """
+    file = path.with_name("adapter_config.json")
+    if not file.is_file():
+        raise PrivlabError(
+            f"'{path}' holds LoRA's adapters, and peft's adapter_config.json is not in its folder: save them with "
+            "save_pretrained, or the weights of merge_and_unload()."
+        )
+    config = read_json(file)
+    own = {name: tensor for name, tensor in adapters.items() if ".base_layer." in name}
+    places = [path.with_name(name) for name in _FILES[1:]]
+    places.append(Path(config.get("base_model_name_or_path") or ""))
+    found = next((place for place in places if place.is_file() or (place.is_dir() and place != Path())), None)
+    if own:
+        base = adapters
+    elif found is not None:
+        base = read_state(found)
+    if base is None:
+        raise PrivlabError(
+            f"'{path}' holds LoRA's adapters of {config.get('base_model_name_or_path') or 'a base'}, which is not "
+            "here: put the base's model.safetensors into the same folder."
+        )
+    return with_adapters(base, adapters, config, f"'{path}'")
 
 
 def _content(path: Path) -> object:
@@ -93,6 +184,10 @@ def _content(path: Path) -> object:
         PrivlabError: if it cannot be read, or holds code.
     """
     try:
+        if path.name.endswith(".index.json"):
+            shards = read_json(path)["weight_map"].values()
+            parts: list[Any] = [_content(path.with_name(Path(shard).name)) for shard in sorted({*shards})]
+            return {name: tensor for part in parts for name, tensor in part.items()}
         if path.suffix == ".safetensors":
             return load_file(path)
         if path.suffix == ".npz":
@@ -101,10 +196,13 @@ def _content(path: Path) -> object:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_ALLOWED):
             warnings.simplefilter("ignore")  # torch either reads or refuses a file that it warns of
             return torch.load(path, map_location="cpu", weights_only=True)
+    except PrivlabError:  # of a shard
+        raise
     except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+\.\w+)", str(error))
+        holds = f"it holds {named[1]}" if named else "it holds code or is no torch file"
         raise PrivlabError(
-            f"'{path}' is refused: it holds code or is no torch file, and privlab reads tensors only. "
-            "Save its state_dict as safetensors."
+            f"'{path}' is refused: {holds}, and privlab reads tensors only. Save its state_dict as safetensors."
         ) from error
     except Exception as error:  # on a damaged file, torch raises nearly anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

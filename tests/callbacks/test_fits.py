@@ -15,8 +15,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import privlab
 from privlab.base import PrivlabError
 from privlab.callbacks.rounds import RoundRecorder
+from privlab.threat import Client
 
 
 class One(Dataset[dict[str, Tensor]]):
@@ -105,6 +107,35 @@ def test_a_training_of_transformers_is_recorded(vit: VisionTransformer, tmp_path
     assert_recorded(tmp_path / "updates" / "round-1", before, vit)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the Trainer, of memory that it would pin for a GPU
+def test_a_training_of_a_vit_of_transformers_is_recorded_and_audited(tmp_path: Path) -> None:
+    """The image of one step of the Trainer comes back from the two files, and is proven."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from privlab.callbacks.transformers import RecordUpdate
+
+    size = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 64}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.ViTConfig(**size, num_hidden_layers=12, num_labels=10)
+        model = transformers.ViTForImageClassification(config)
+    given: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    arguments = transformers.TrainingArguments(
+        *(str(tmp_path / "trainer"),),
+        **given | {"per_device_train_batch_size": 1, "max_steps": 1, "max_grad_norm": 0.0},
+        **{"optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant"},
+    )
+    record = RecordUpdate(model, tmp_path / "updates")
+    transformers.Trainer(model, arguments, train_dataset=One(), callbacks=[record]).train()
+    files = [tmp_path / "updates" / "round-1" / f"{name}.safetensors" for name in ("before", "after")]
+    run = privlab.audit_update(
+        *files, model="timm:vit_tiny_patch16_224", img_size=64, client=Client(lr=0.01), attacks="patch-update"
+    )
+    assert any("names of transformers" in warning for warning in run.warnings)
+    assert run.records["explained"].item() > 0.999
+
+
 def test_a_second_recorder_goes_on_where_the_first_one_ended(vit: VisionTransformer, tmp_path: Path) -> None:
     """Another process that records into the same folder replaces nothing either."""
     (tmp_path / "round-notes").mkdir()
@@ -124,8 +155,8 @@ def test_a_second_recorder_goes_on_where_the_first_one_ended(vit: VisionTransfor
 
 
 def test_what_cannot_be_recorded_is_one_line(vit: VisionTransformer, tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"names.*vit.cls_token"):
-        RoundRecorder(Classifier(vit), tmp_path)
+    with pytest.raises(PrivlabError, match=r"names of a ViT.*weight"):
+        RoundRecorder(nn.Linear(2, 2), tmp_path)
     recorder = RoundRecorder(vit, tmp_path)
     with pytest.raises(PrivlabError, match="There is no update yet"):
         recorder.end()
