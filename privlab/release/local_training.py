@@ -51,10 +51,13 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
         defense: the defenses of images at work.
 
     Raises:
-        PrivlabError: if the model has none of them, or freezes them, or can have no adapters or prompts.
+        PrivlabError: if the model has none of them, or none that a pattern matches, or freezes them, or can have no
+            adapters or prompts.
     """
     model = served(model, client)
-    names = [name for name, _ in model.vit.named_parameters() if client.chooses(name) and name not in model.frozen]
+    every = [name for name, _ in model.vit.named_parameters()]
+    client.check_trains([*every, "unk_embed"] if model.unk_embed is not None else every)
+    names = [name for name in every if client.chooses(name) and name not in model.frozen]
     if not names:
         raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: this model has no such parameters.")
     if client.chooses("unk_embed") and effects_of(model, defense).pe == "unknown":

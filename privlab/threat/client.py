@@ -82,8 +82,9 @@ class Client:
         trains: trained parameters: "all", "no-embedding" (without patch, position, class and register embeddings),
             "attention", "norms", "head", or the head and what the server adds and draws from a public seed: "lora" (by
             peft, adapters of each block's qkv, whose B begins at 0), "adapters" (a bottleneck behind each MLP) or
-            "prompts" (tokens behind the class token). Or patterns of timm's names with commas, of which a trained one
-            matches at least one, such as "head.*,blocks.1?.*,*.bias"; * and ? stand for any text and any character.
+            "prompts" (tokens behind the class token). Or patterns of timm's names, in a tuple or with commas, of which
+            a trained one matches at least one, such as "head.*,blocks.1?.*,*.bias"; * and ? stand for any text and any
+            character. A tuple is kept as the text with commas.
         rank: r of "lora", whose scale α / r is 1, or the width of the bottleneck of "adapters"; in [1, 64].
         prompts: tokens of "prompts", in [1, 200].
         sends: "difference" (θ_T − θ_0) or "weights" (θ_T).
@@ -122,7 +123,7 @@ class Client:
     dropout: float = 0.0
     drop_path: float = 0.0
     autocast: str = "float32"
-    trains: str = "all"
+    trains: str | tuple[str, ...] = "all"
     rank: int = 16
     prompts: int = 10
     sends: str = "difference"
@@ -133,8 +134,10 @@ class Client:
         check_name("optimiser", self.optimiser, OPTIMISERS)
         check_name("loss", self.loss, _LOSSES)
         check_name("schedule", self.schedule, _SCHEDULES)
-        if not all(_PATTERN.fullmatch(pattern) for pattern in self.trains.split(",")):
-            check_name("set of trained parameters", self.trains, _TRAINS)
+        if not isinstance(self.trains, str):
+            object.__setattr__(self, "trains", ",".join(self.trains))
+        if not all(_PATTERN.fullmatch(pattern) for pattern in self.patterns):
+            check_name("set of trained parameters", str(self.trains), _TRAINS)
         check_name("number format of autocast", self.autocast, _NUMBERS)
         check_name("number format of what is sent", self.sent_as, (*_NUMBERS, "int8"))
         check_name("kind of update", self.sends, ("difference", "weights"))
@@ -188,8 +191,30 @@ class Client:
             name: such as "blocks.0.attn.qkv.weight", with adapters as privlab names them.
         """
         if self.trains in _TRAINS:
-            return re.fullmatch(_TRAINS[self.trains], name) is not None
-        return any(fnmatchcase(name, pattern) for pattern in self.trains.split(","))
+            return re.fullmatch(_TRAINS[str(self.trains)], name) is not None
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    @property
+    def patterns(self) -> list[str]:
+        """Return the patterns of the names of trained parameters, or the name of a set."""
+        return str(self.trains).split(",")
+
+    def check_trains(self, names: Sequence[str]) -> None:
+        """Check that each pattern of trained parameters matches one of a model's; a named set may match none.
+
+        Args:
+            names: timm's names of all parameters of the model.
+
+        Raises:
+            PrivlabError: for the first pattern that matches none, with the names that exist.
+        """
+        for pattern in [] if self.trains in _TRAINS else self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+                raise PrivlabError(
+                    f"client.trains: each pattern must match a parameter of the model. Found '{pattern}', which "
+                    f"matches none of {', '.join(kinds)}."
+                )
 
     @property
     def has_labels(self) -> bool:
