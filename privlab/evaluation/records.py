@@ -250,6 +250,7 @@ class Rows:
         elif spec.local_training is not None:
             settings = asdict(spec.local_training).items()
             client = {key: value for key, value in settings if key not in _LATER or value != _LATER[key]}
+            client |= {} if spec.own_loss is None else {"loss": spec.own_loss[1]}
             given["client"] = client
         elif spec.together:
             given["gradient_batch"] = spec.gradient_batch

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, cast
@@ -40,7 +41,7 @@ class Specification:
     """Everything that decides the results of a run; options that only change its speed are not here.
 
     An attack or a defense is named, or it is an instance: then its class need not be installed, and `options` do not
-    apply to it.
+    apply to it. `own_loss` is a client's loss that is a function, with the hash of its source.
 
     Raises:
         PrivlabError: for an unknown setting, attack, defense, metric or block, or a number out of range.
@@ -76,6 +77,7 @@ class Specification:
     force: bool = False
     release: str = "auto"
     client: str | None = None
+    own_loss: tuple[Callable[..., Any], str] | None = None
     options: tuple[str, ...] = ()
     public: tuple[str, ...] | Data = ("samples",)
     public_limit: int = 200
@@ -136,6 +138,8 @@ class Specification:
         for name in ("images", "public"):
             if isinstance(plain[name], Data):
                 plain[name] = (plain[name].description,)
+        if (own := plain.pop("own_loss")) is not None:
+            plain["own_loss"] = {"name": own[0].__name__, "source_sha256": own[1]}
         return plain
 
     @property
@@ -167,7 +171,8 @@ class Specification:
         given = asdict(CLIENT_PRESETS[self.client]) if self.client in CLIENT_PRESETS else {"optimiser": self.client}
         keys = {option.partition("=")[0].strip().removeprefix("client.") for option in client_options(self.options)}
         given = {key: value for key, value in given.items() if key not in _LENGTHS or not keys & _LENGTHS}
-        return configure(Client, client_options(self.options), given)
+        client = configure(Client, client_options(self.options), given)
+        return client if self.own_loss is None else client.with_loss(self.own_loss[0])
 
     @property
     def client_release(self) -> Release:

@@ -8,6 +8,7 @@ from privlab.attacks import attacks
 from privlab.base import PrivlabError, options_of, unknown_name
 from privlab.defenses import defenses
 from privlab.evaluation import Specification, completed, defense_kind, name_of
+from privlab.evaluation.own import source_sha256
 from privlab.images import Data
 from privlab.threat import Client, acts_on
 
@@ -46,6 +47,9 @@ def specify(
     options["defense"] = "+".join(parts) if all(isinstance(part, str) for part in parts) else parts
     if isinstance(client := options.get("client"), Client):
         options["client"] = client.optimiser
+        if not isinstance(client.loss, str):
+            options["own_loss"] = (client.loss, source_sha256(client.loss))
+            client = client.with_loss("cross-entropy")  # no option can state a function
         given = options.get("options", ())
         options["options"] = [*([given] if isinstance(given, str) else given), *options_of(client)]
     models = _names(model)
@@ -79,7 +83,7 @@ def specification_of(stated: Mapping[str, Any], released: str) -> Specification:
     if not isinstance(given["defense"], str):
         given |= {"defense": "auto", "release": released}
     named = [attack for attack in given["attacks"] or () if isinstance(attack, str)]
-    given["attacks"] = tuple(named) or None
+    given |= {"attacks": tuple(named) or None, "own_loss": None}
     return Specification(**given)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from privlab.base import full_precision, gradients_enabled
 from privlab.patches import patchify
@@ -111,9 +111,9 @@ def residual(
         feed = _fed(seen, images)
         names = sorted(released_parameters(model) & held.keys())
         labels = target.to(images) if isinstance(target, Tensor) else torch.full((B,), target, device=images.device)
-        loss = {"loss": lambda o, h: B * linear_loss(o, h)} if of_logits else {}
+        loss = _summed_linear if of_logits else partial(cross_entropy, reduction="sum")
         with full_precision():
-            own = {n: g[0] for n, g in released_gradients(model, feed, labels, names, B, **loss).items()}
+            own = {n: g[0] for n, g in released_gradients(model, feed, labels, names, B, loss=loss).items()}
         held = {name: held[name] for name in names}
     own, held = ({name: u[name].double() * kept[name] for name in held} for u in (own, held))
     body = [name for name in held if name != _BIAS]
@@ -173,6 +173,10 @@ def residual_of_clients(seen: Observation, images: Float[Tensor, "k c h w"], lab
 def _with(client: Client | None, *, of_logits: bool) -> Client | None:
     """Return the client, with the linear loss where its targets are the gradients at the logits."""
     return client.with_loss(linear_loss) if client is not None and of_logits else client
+
+
+def _summed_linear(o: Float[Tensor, "b y"], h: Float[Tensor, "b y"]) -> Float[Tensor, ""]:
+    return len(o) * linear_loss(o, h)
 
 
 def logit_gradients(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b y"] | None:

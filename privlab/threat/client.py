@@ -263,6 +263,11 @@ class Client:
         return self.loss in _FOR_EACH_CLASS
 
     @property
+    def takes_several_classes(self) -> bool:
+        """Return whether a label may be a list of classes: for a loss for each class, and for a function."""
+        return self.is_for_each_class or not isinstance(self.loss, str)
+
+    @property
     def is_numeric(self) -> bool:
         """Return whether the targets are numbers, one for each output of the model."""
         return self.loss in _NUMERIC

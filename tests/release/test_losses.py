@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -135,10 +136,11 @@ def test_a_function_that_is_no_loss_is_one_line(tiny_model: Model, crops: Tensor
 
 
 def test_weights_of_another_number_of_classes_are_one_line(tiny_model: Model, crops: Tensor) -> None:
+    weights: Any = (1.0, 2.0)
     for loss, name in (("focal", "class_weights"), ("binary", "pos_weight")):
         with pytest.raises(PrivlabError, match=rf"client\.{name} must be one number for each.* 7 classes\. Found 2"):
             private_targets(
-                tiny_model(), Client(loss=loss, **{name: (1.0, 2.0)}), crops[:1], torch.tensor([0]), Generator()
+                tiny_model(), Client(loss=loss, **{name: weights}), crops[:1], torch.tensor([0]), Generator()
             )
 
 
@@ -175,24 +177,28 @@ def test_class_labels_are_granted_by_gradients_and_by_cross_entropy(tiny_model: 
     assert Capability.CLASS_LABELS not in update_capabilities(model, Client(loss="dino"))
 
 
+OF_OTHER_LOSSES: list[tuple[str, Any, str]] = [
+    ("class_weights", (1.0, 2.0), "binary"),
+    ("pos_weight", (2.0,), "cross-entropy"),
+    ("gamma", 1.0, "cross-entropy"),
+    ("alpha", 0.5, "focal"),
+]
+OUT_OF_RANGE: list[tuple[str, Any, str]] = [
+    ("class_weights", (1.0, -2.0), "focal"),
+    ("class_weights", (0.0, 0.0), "focal"),
+    ("pos_weight", (math.nan,), "binary"),
+    ("gamma", -1.0, "focal"),
+    ("alpha", 1.5, "binary-focal"),
+]
+
+
 def test_mistakes_are_one_line(tiny_vit: Callable[..., VisionTransformer], crops: Tensor) -> None:
     with pytest.raises(PrivlabError, match="Unknown loss 'mse'"):
         Client(loss="mse")
-    for name, value, loss in (
-        ("class_weights", (1.0, 2.0), "binary"),
-        ("pos_weight", (2.0,), "cross-entropy"),
-        ("gamma", 1.0, "cross-entropy"),
-        ("alpha", 0.5, "focal"),
-    ):
+    for name, value, loss in OF_OTHER_LOSSES:
         with pytest.raises(PrivlabError, match=rf"client\.{name}=.*client\.loss={loss}\."):
             Client(loss=loss, **{name: value})
-    for name, value, loss in (
-        ("class_weights", (1.0, -2.0), "focal"),
-        ("class_weights", (0.0, 0.0), "focal"),
-        ("pos_weight", (math.nan,), "binary"),
-        ("gamma", -1.0, "focal"),
-        ("alpha", 1.5, "binary-focal"),
-    ):
+    for name, value, loss in OUT_OF_RANGE:
         with pytest.raises(PrivlabError, match=rf"client\.{name} must be"):
             Client(loss=loss, **{name: value})
     with pytest.raises(PrivlabError, match=r"label_smoothing=0\.1.*cross-entropy.*client\.loss=dino"):

@@ -156,6 +156,8 @@ def origins(facts: Mapping[str, Any], spec: Specification) -> list[str]:
     chosen += [f"{spec.draws} draws of each image"] if spec.draws > 1 else []
     chosen += [f"{spec.gradient_batch} images in one gradient"] if spec.gradient_batch > 1 else []
     chosen += [] if spec.local_training is None else [_client_text(spec.local_training)]
+    own_loss = facts.get("specification", {}).get("own_loss")  # a function, which a run on disk does not have
+    chosen += [] if own_loss is None else [f"loss {own_loss['name']}"]
     chosen += [f"features after block {spec.cut_layer}"] if spec.cut_layer else []
     chosen += ["FORCED: attacks run where their formulas do not hold"] if spec.force else []
     lines = []
@@ -171,7 +173,8 @@ def origins(facts: Mapping[str, Any], spec: Specification) -> list[str]:
 def _client_text(client: Client) -> str:
     """Return a client's steps, optimiser, rate and images, and its other settings that are not the defaults."""
     usual = Client(optimiser=client.optimiser)
-    others = {name: value for name, value in vars(client).items() if name not in ("optimiser", "steps", "epochs")}
+    settings = vars(client) | ({} if isinstance(client.loss, str) else {"loss": "cross-entropy"})
+    others = {name: value for name, value in settings.items() if name not in ("optimiser", "steps", "epochs")}
     shown = (
         f"{name} {value}" for name, value in others.items() if name in ("lr", "images") or value != getattr(usual, name)
     )
