@@ -97,3 +97,15 @@ def test_bad_numbers_are_one_line(tiny_vit: Vit, crops: Tensor) -> None:
         with pytest.raises(PrivlabError, match=right) as found:
             privlab.observe(model, crops[:1], labels, release=release)
         assert "\n" not in str(found.value)
+
+
+def test_gradients_of_images_are_of_the_client_s_loss(tiny_vit: Vit, crops: Tensor) -> None:
+    """For each release its own mean, also where weights of classes divide it."""
+    model, images, labels = privlab.victim(tiny_vit()), crops[:2].double(), torch.tensor([3, 0])
+    weighted = Client(lr=0.1, class_weights=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0), images=2, batch_size=2)
+    for client in (Client(loss=margin, lr=0.1), Client(loss="focal", lr=0.1), weighted):
+        seen = privlab.observe(model, images, labels, release=Update(client))
+        assert isinstance(seen, Observation)
+        made = seen.gradients_of(images, labels)
+        for name, gradient in seen.gradients.items():
+            torch.testing.assert_close(made[name].detach(), gradient, atol=1e-9, rtol=1e-6)
