@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,9 @@ def observe(
     Args:
         victim: the clients' model; it is left as it is.
         images: b × c × h × w private images in [0, 1], or bytes; or what `attack` takes, all of which is released.
-        labels: the class index of each image, its classes, or a soft label (b × y), as in `attack`; None for those that
-            the images bring along, and for the model's own prediction where there is none.
+        labels: the class index of each image, its classes, or a soft label (b × y), as in `attack`; for a client whose
+            loss is of numbers, b or b × y of these; None for those that the images bring along, and for the model's own
+            prediction where there is none.
         parameters: names of the gradients that are kept; None for all. Features have none.
         release: what the clients release; None for the gradient of each image.
         defense: one defense, or several, in the order in which they act.
@@ -71,8 +73,9 @@ def observe(
     check_names(parameters)
     model = model_of(victim)
     release = Gradient() if release is None else release
-    binary = isinstance(release, Update) and release.client.loss == "binary"
-    batch = _batch(victim, images, labels, multi_label=binary)
+    several = isinstance(release, Update) and release.client.takes_several_classes
+    numbers = takes_numbers(release, labels)
+    batch = _batch(victim, images, labels, multi_label=several, numbers=numbers)
     if not batch.named:
         raise PrivlabError("A client needs at least one image. Found none.")
     parts = defense if isinstance(defense, Sequence) and not isinstance(defense, str) else [defense]
@@ -86,29 +89,57 @@ def observe(
     return clients.observe(model, trial, None if parameters is None else sorted(parameters), own)
 
 
-def _batch(victim: Victim | VictimModel, images: Any, labels: Any, *, multi_label: bool) -> Batch:  # noqa: ANN401
+def takes_numbers(release: Release | str | None, labels: Any) -> bool:  # noqa: ANN401
+    """Return whether labels are numbers of a client's loss: for losses of numbers, and of a function if not integers.
+
+    Args:
+        release: what the clients release.
+        labels: those that are given.
+    """
+    if not isinstance(release, Update) or labels is None or isinstance(labels, str | Path):
+        return False
+    client = release.client
+    return client.is_numeric or (not isinstance(client.loss, str) and np.asarray(labels).dtype.kind == "f")
+
+
+def _batch(
+    victim: Victim | VictimModel,
+    images: Any,  # noqa: ANN401
+    labels: Any,  # noqa: ANN401
+    *,
+    multi_label: bool,
+    numbers: bool,
+) -> Batch:
     """Return the images that clients release, with their labels."""
     model = model_of(victim)
-    chunk, predicted = _chunk(victim, images, labels), isinstance(labels, str) and labels == "predicted"
+    predicted = isinstance(labels, str) and labels == "predicted"
+    chunk = _chunk(victim, images, labels, numbers=numbers)
     batch, unusable = labelled(chunk, model, predicted=predicted, multi_label=multi_label)
     if unusable:
         raise PrivlabError(f"{unusable[0].name} cannot be used. {unusable[0].problem}")
     return batch
 
 
-def _chunk(victim: Victim | VictimModel, images: Any, labels: Any = None, what: str = "images") -> Chunk:  # noqa: ANN401
+def _chunk(
+    victim: Victim | VictimModel,
+    images: Any,  # noqa: ANN401
+    labels: Any = None,  # noqa: ANN401
+    what: str = "images",
+    *,
+    numbers: bool = False,
+) -> Chunk:
     """Return images as the victim takes them; tensors have its size already, and are known by the hash of its input."""
     first = images[0] if isinstance(images, list | tuple) and images else images
     if not isinstance(first, Tensor | np.ndarray):
         if not isinstance(victim, Victim):
             raise PrivlabError(f"The {what} are read with a victim's preprocessing. Found a model: give the victim.")
-        data = data_of(images, labels)
+        data = data_of(images, labels, numbers=numbers)
         return chunk_of(open_images(data, labels=labels) if isinstance(labels, str) else data, victim.preprocessing)
     x = images_for(model_of(victim), images, what)
     hashes = [hashlib.sha256(image.cpu().contiguous().numpy().tobytes()).hexdigest() for image in x]
     named = [NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes)]
     if labels is not None and not isinstance(labels, str):
-        targets = checked_targets(labels, len(named))
+        targets = checked_targets(labels, len(named), numbers=numbers)
         named = [image.labelled(target, "dataset") for image, target in zip(named, targets, strict=True)]
     return Chunk(tuple(named), x, ())
 

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 from torch import nn
 
-from privlab.api.steps import Part
+from privlab.api.steps import Part, takes_numbers
 from privlab.base import PrivlabError, unknown_name, warn
 from privlab.evaluation import CONTROL, Case
 from privlab.grids import IN_PROCESS, Engine, Experiment, GridRow, Layout, Options, columns_of, prepare, specify
@@ -69,7 +69,7 @@ def attack(
         PrivlabWarning: for what weakens the verdict.
     """
     speed = {name: options.pop(name) for name in ("device", "batch_size", "overwrite") if name in options}
-    own, given = _given(victim, images, labels)
+    own, given = _given(victim, images, labels, release)
     arguments = {"settings": settings, "attacks": attacks, "defense": defense, "release": release, "metrics": metrics}
     spec = _specified(given | arguments | options)
     with run_directory(out) as path, shown_progress(shown=progress) as show:
@@ -111,7 +111,9 @@ def grid(
         raise PrivlabError(f"A list of a grid needs at least one value. Found none in {empty[0]}.")
     if len(axes["victim"]) > 1 and not all(isinstance(name, str) for name in axes["victim"]):
         raise PrivlabError("Several victims of a grid are named. Found an object among them: run one grid for each.")
-    own, given = _given(axes["victim"][0], images, labels)
+    release = arguments.get("release")
+    release = release[0] if isinstance(release, list) and release else release
+    own, given = _given(axes["victim"][0], images, labels, release)
     cases: list[GridRow] = []
     for point in itertools.product(*axes.values()):
         values = dict(zip(axes, point, strict=True))
@@ -135,14 +137,19 @@ def grid(
 _LISTS = ("attacks", "metrics")  # of one case
 
 
-def _given(victim: Any, images: Any, labels: Any) -> tuple[nn.Module | Victim | None, dict[str, Any]]:  # noqa: ANN401
+def _given(
+    victim: Any,  # noqa: ANN401
+    images: Any,  # noqa: ANN401
+    labels: Any,  # noqa: ANN401
+    release: Any,  # noqa: ANN401
+) -> tuple[nn.Module | Victim | None, dict[str, Any]]:
     """Return the victim if it is an object, and victim, images and labels as a case takes them."""
     own = victim if isinstance(victim, nn.Module | Victim) else None
     if own is None and not isinstance(victim, Sequence):
         check_plain(victim)  # it raises what is wrong
     named = {"labels": labels} if isinstance(labels, str | Path) else {}
     if not is_named(images) or (labels is not None and not named):
-        images = data_of(images, labels)
+        images = data_of(images, labels, numbers=takes_numbers(release, labels))
     return own, {"victim": victim if own is None else "own", "images": images, **named}
 
 

@@ -31,6 +31,7 @@ from .options import Positive as Positive
 from .options import PositiveShare as PositiveShare
 from .options import Share as Share
 from .options import configure as configure
+from .options import option_text as option_text
 from .options import options_of as options_of
 from .options import read_numbers as read_numbers
 from .options import read_options as read_options

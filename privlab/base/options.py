@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from privlab.base.errors import PrivlabError, check_name, check_range, unknown_name
 
@@ -102,7 +102,7 @@ def options_of(part: Any) -> list[str]:  # noqa: ANN401
     values = {f.name: getattr(part, f.name) for f in fields(part)}
     values |= dict(values.pop("config") or ()) if hasattr(part, "config_types") else {}
     for key, value in values.items():
-        text = "none" if value is None else str(value)
+        text = option_text(value)
         option = f"{part.name}.{key}={text}"
         try:
             same = _convert(option, text, kinds[key]) == value
@@ -114,6 +114,13 @@ def options_of(part: Any) -> list[str]:  # noqa: ANN401
             )
         found.append(option)
     return found
+
+
+def option_text(value: object) -> str:
+    """Return the text of an option's value: "none" for None, and numbers with commas for several."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value)
 
 
 def _split(option: str, names: Iterable[str]) -> tuple[str, str, str]:
@@ -137,7 +144,7 @@ def _types(kind: type[Any]) -> dict[str, Any]:
 
 
 def _convert(option: str, value: str, wanted: Any) -> Any:  # noqa: ANN401
-    """Return a value of the wanted type: bool, int, float or str; "none" where the type allows None.
+    """Return a value of the wanted type: bool, int, float, str or numbers with commas; "none" where None is allowed.
 
     Where several types are allowed, the first that can read the value is taken.
     """
@@ -147,10 +154,13 @@ def _convert(option: str, value: str, wanted: Any) -> Any:  # noqa: ANN401
     kinds = [kind for kind in kinds if kind is not type(None)]
     for kind in kinds:
         try:
+            if get_origin(kind) is tuple:
+                return tuple(float(part) for part in value.split(","))
             return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
         except (KeyError, ValueError, TypeError):
             continue
-    wanted = " or ".join("true or false" if k is bool else f"of type {getattr(k, '__name__', k)}" for k in kinds)
+    names = {bool: "true or false", tuple[float, ...]: "numbers with commas"}
+    wanted = " or ".join(names.get(k, f"of type {getattr(k, '__name__', k)}") for k in kinds)
     raise PrivlabError(f"--set {option}: the value must be {wanted}. Found '{value}'.")
 
 

@@ -153,7 +153,9 @@ def labelled(
             named[i] = replace(named[i], label=found[i], targets=None, label_origin="predicted")
     if not multi_label:  # a list of one class is that class
         named = [
-            replace(image, label=image.targets[0], targets=None) if image.targets and len(image.targets) == 1 else image
+            replace(image, label=image.targets[0], targets=None)
+            if image.targets and len(image.targets) == 1 and not image.is_soft
+            else image
             for image in named
         ]
     named = [replace(image, problem=_problem_of_label(image, classes, multi_label=multi_label)) for image in named]

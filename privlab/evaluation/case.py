@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class Words:
     """The names and options by which a case was asked for, as `run.json` states them.
 
     The case holds the objects that they name. An attack or a defense may be given as an instance, which is stated by
-    its class, its options and its source.
+    its class, its options and its source. `own_loss` is a client's function, with the hash of its source.
     """
 
     attacks: tuple[str | AnyAttack, ...] | None = None
@@ -48,6 +48,7 @@ class Words:
     masked_pe: str | None = None
     release: str = "auto"
     client: str | None = None
+    own_loss: tuple[Callable[..., Any], str] | None = None
     options: tuple[str, ...] = ()
     client_batch: int = 16
     cut_layer: int = 0
@@ -206,7 +207,10 @@ class Case:
         for name in ("images", "public"):
             if isinstance(plain[name], Data):
                 plain[name] = (plain[name].description,)
-        return {name: plain[name] for name in _STATED}
+        stated = {name: plain[name] for name in _STATED}
+        if (own := self.words.own_loss) is not None:
+            stated["own_loss"] = {"name": own[0].__name__, "source_sha256": own[1]}
+        return stated
 
     @property
     def features_released(self) -> bool:

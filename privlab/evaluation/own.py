@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import marshal
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -82,22 +82,22 @@ def _draws(count: int, number: int) -> Sequence[Generator]:
 
 
 @cache
-def source_sha256(kind: type) -> str:
-    """Return the SHA-256 of the source text of a class and of the classes that it inherits from.
+def source_sha256(kind: type | Callable[..., Any]) -> str:
+    """Return the SHA-256 of the source text of a function, or of a class and of the classes that it inherits from.
 
-    The compiled code of its methods stands in where there is no source, as in an interactive interpreter.
+    The compiled code stands in where there is no source, as in an interactive interpreter.
 
     Args:
-        kind: the class.
+        kind: the class or the function.
     """
     if (known := getattr(kind, "_source_sha256", None)) is not None:
         return known
     digest = hashlib.sha256()
-    for each in (each for each in kind.__mro__ if each is not object):
+    for each in (each for each in getattr(kind, "__mro__", (kind,)) if each is not object):
         try:
             digest.update(inspect.getsource(each).encode())
         except (OSError, TypeError):
-            for name, value in sorted(vars(each).items()):
+            for name, value in sorted((vars(each) if isinstance(each, type) else {"": each}).items()):
                 if (code := getattr(value, "__code__", None)) is not None:
                     digest.update(name.encode() + marshal.dumps(code))
     return digest.hexdigest()

@@ -104,7 +104,7 @@ class Evaluator:
     def __call__(self, chunk: Chunk) -> Scored:
         """Observe, attack and score one chunk: in each setting, the clients release, and each attack is scored."""
         client, predicted = self.spec.client, self.spec.data.labels == "predicted"
-        multi_label = client is not None and client.loss == "binary"
+        multi_label = client is not None and client.takes_several_classes
         batch, unusable = labelled(chunk, self.base.model, predicted=predicted, multi_label=multi_label)
         records = [
             row | _failed(image.problem or "unreadable")

@@ -246,9 +246,9 @@ class Rows:
             given["client_batch"] = spec.release.images
             given |= {"cut_layer": spec.cut_layer} if spec.cut_layer else {}  # 0 has the keys of before there was one
         elif spec.client is not None:
-            client = asdict(spec.client)
-            if client["clients"] == 1:  # has the keys of before there was a mean of several
-                del client["clients"]
+            settings = asdict(spec.client).items()
+            client = {key: value for key, value in settings if key not in _LATER or value != _LATER[key]}
+            client |= {} if spec.words.own_loss is None else {"loss": spec.words.own_loss[1]}
             given["client"] = client
         elif spec.together:
             given["gradient_batch"] = spec.release.images
@@ -257,6 +257,10 @@ class Rows:
             own = {"weights": _digest(by.file(*patches))} if isinstance(by, Predicted) else {}
             given["reassembly"] = {by.name: asdict(by) | own}
         return given | ({"force": True} if spec.adversary.force else {})
+
+
+_LATER = {"clients": 1, "class_weights": None, "pos_weight": None, "gamma": 2.0, "alpha": None}
+"""Settings of clients that came after others, with the values for which records have the keys of before."""
 
 
 def _digest(path: Path) -> str:

@@ -32,7 +32,15 @@ from privlab.metrics import (
 from privlab.patches import permute, slots_to_pixels
 from privlab.reassembly import Borders, Reassembly, rearrange
 from privlab.release import effects_of, labels_that_rise, undecayed
-from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
+from privlab.release.explained import (
+    explained_share,
+    is_explained,
+    residual,
+    residual_of_clients,
+    residual_of_head,
+    soft_targets,
+    tells_images,
+)
 from privlab.release.labels import label_of_update
 from privlab.threat import Observation, Reconstruction, Sent, Stack
 from privlab.victims import VictimModel
@@ -247,9 +255,12 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
     """
     if not isinstance(seen, Observation) or seen.client is None or seen.client.images > 1:
         return None
-    if not seen.client.has_labels or not tells_images(seen) or Stack(tuple(seen.defense)).changes_images:
+    if not tells_images(seen) or Stack(tuple(seen.defense)).changes_images:
         return None
-    own = seen.take([i])
+    own, client = seen.take([i]), seen.client
+    if not client.has_labels:
+        of_head = residual_of_head(own, images) if len(images) == 1 else None
+        return None if of_head is None else explained_share(of_head)
     label = label_of_update(own) if len(images) == 1 else None
     update = {name: u[0] for name, u in own.gradients.items()}
     rising = (labels_that_rise(seen.model, update, x[None]) for x in images)
@@ -261,9 +272,12 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
             labels = [list(dict.fromkeys([*rise, *fall])) for rise in labels]
         return explained_share(residual_of_clients(own, images, labels))
     targets: list[int | Tensor] = [*labels[0]]
-    if seen.client.loss == "binary" and (several := soft_targets(own, images)) is not None:
+    if client.is_for_each_class and (several := soft_targets(own, images)) is not None:
         targets.append(several)  # an image may have any number of classes
-    return explained_share(min(residual(own, images, each) for each in targets))
+    left = min(residual(own, images, each) for each in targets)
+    if not is_explained(left, client) and (of_head := residual_of_head(own, images)) is not None:
+        left = of_head if is_explained(of_head, client) else left  # of a soft label, or a weighted one
+    return explained_share(left)
 
 
 def _numbers(counts: Tensor | None, b: int) -> list[float | None]:

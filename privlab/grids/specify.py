@@ -10,6 +10,7 @@ from privlab.base import PrivlabError, configure, options_of, read_options, unkn
 from privlab.defenses import Jigsaw, Mjp, defenses
 from privlab.evaluation import Adversary, Automatic, Case, Choice, Victims, Words, completed, default_attacks
 from privlab.evaluation.names import WORST_CASE, check_names, check_stated, client_of, client_options
+from privlab.evaluation.own import source_sha256
 from privlab.images import Data
 from privlab.reassembly import REASSEMBLIES, Borders
 from privlab.release import AnyDefense
@@ -20,7 +21,7 @@ Part = Any
 
 OPTIONS: dict[str, Field[Any]] = {f.name: f for kind in (Case, Adversary, Choice, Victims, Words) for f in fields(kind)}
 """The fields that names can set, by the names of the options. The attacks and what is made of words are no options."""
-for _name in ("victim", "data", "adversary", "words", "attacks", "models"):
+for _name in ("victim", "data", "adversary", "words", "attacks", "models", "own_loss"):
     del OPTIONS[_name]
 
 
@@ -76,7 +77,7 @@ def specify(
 
 def case_of(stated: Mapping[str, Any], released: str) -> Case:
     """Return a case from what `run.json` states; instances, whose classes may not be here, are left out."""
-    given = dict(stated)
+    given = {name: value for name, value in stated.items() if name != "own_loss"}  # a function is not on disk
     if not isinstance(given["defense"], str):
         given |= {"defense": "auto", "release": released}
     named = [attack for attack in given.pop("attacks") or () if isinstance(attack, str)]
@@ -112,6 +113,9 @@ def _in_words(given: Mapping[str, Any]) -> dict[str, Any]:
     options = [options] if isinstance(options, str) else [str(option) for option in options]
     if isinstance(client := found.get("client"), Client):
         found["client"] = client.optimiser
+        if not isinstance(client.loss, str):
+            found["own_loss"] = (client.loss, source_sha256(client.loss))
+            client = client.with_loss("cross-entropy")  # no option can state a function
         options += options_of(client)
     return found | {"options": tuple(options)}
 
@@ -203,7 +207,10 @@ def _release(words: Words, adversary: Adversary, kinds: Sequence[type[Any]]) -> 
         )
     if features:
         return Features(words.cut_layer, words.client_batch)
-    return Gradient(words.gradient_batch) if words.client is None else Update(client_of(words.client, words.options))
+    if words.client is None:
+        return Gradient(words.gradient_batch)
+    client = client_of(words.client, words.options)
+    return Update(client if words.own_loss is None else client.with_loss(words.own_loss[0]))
 
 
 def _several(sources: str | Path | Sequence[str | Path] | Data) -> tuple[str, ...] | Data:

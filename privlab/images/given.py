@@ -20,7 +20,7 @@ from privlab.images.open import open_images
 from privlab.images.targets import checked_targets
 
 
-def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
+def data_of(images: Any, labels: Any = None, *, numbers: bool = False) -> Data:  # noqa: ANN401
     """Return images that are in memory, or that a data set, a loader or a generator reads.
 
     Args:
@@ -30,6 +30,7 @@ def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
             opens, by its name.
         labels: the class of each image, its classes as a list, or b × y shares of the classes; None for those that the
             images bring along; "predicted" or a path if these are not used.
+        numbers: whether labels are numeric targets: b numbers, or b × y.
 
     Raises:
         PrivlabError: for something else, no image, values outside [0, 1], or labels that are wrong or of another
@@ -39,7 +40,7 @@ def data_of(images: Any, labels: Any = None) -> Data:  # noqa: ANN401
     data = images if isinstance(images, Data) else open_images(images) if is_named(images) else _opened(images, own=own)
     if own or isinstance(labels, str | Path):
         return data
-    targets = checked_targets(labels, data.count)
+    targets = checked_targets(labels, data.count, numbers=numbers)
     if data.count is None:  # of a stream, as many images are read as there are labels
         data = replace(data, places=data.places[: len(targets)])
     stated = [(f"labels, image {place}", target) for place, target in enumerate(targets)]

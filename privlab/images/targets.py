@@ -1,5 +1,6 @@
 """Labels of images: class indices, the classes of a multi-label target, and soft labels."""
 
+import math
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -45,7 +46,14 @@ def class_of(value: object) -> int | None:
     return int(value) if is_index else None
 
 
-def checked_targets(labels: Any, count: int | None, what: str = "labels", *, strict: bool = True) -> list[Target]:  # noqa: ANN401
+def checked_targets(
+    labels: Any,  # noqa: ANN401
+    count: int | None,
+    what: str = "labels",
+    *,
+    strict: bool = True,
+    numbers: bool = False,
+) -> list[Target]:
     """Return labels that are given for images, one for each.
 
     Args:
@@ -53,6 +61,7 @@ def checked_targets(labels: Any, count: int | None, what: str = "labels", *, str
         count: the number of images; None for as many as there are labels.
         what: what the labels are, for the errors.
         strict: whether what is no label is an error; in data sets it is often a −1, and only wrong shares are an error.
+        numbers: whether labels are numeric targets, a number or a row of numbers each.
 
     Raises:
         PrivlabError: if there are not as many labels as images, or a label is none of those that are accepted.
@@ -61,10 +70,23 @@ def checked_targets(labels: Any, count: int | None, what: str = "labels", *, str
         raise PrivlabError(f"{what} must be a sequence or an array. Found {type(labels).__name__}.")
     if count is not None and len(labels) != count:
         raise PrivlabError(f"{what} must have one label for each of the {count} images. Found {len(labels)}.")
+    if numbers:
+        return _numeric(labels, what)
     if isinstance(labels, list) and any(_is_of_shares(row) for row in labels):
         with suppress(ValueError):  # rows of several lengths
             labels = np.asarray(labels, float)  # a row of 0 and 1 among soft labels does not list the classes 0 and 1
     return [_checked(label, place, what, strict) for place, label in enumerate(labels)]
+
+
+def _numeric(labels: Any, what: str) -> list[Target]:  # noqa: ANN401
+    """Return numeric targets, a tuple of numbers for each image."""
+    try:
+        rows = np.asarray(labels, float).reshape(len(labels), -1)
+    except (TypeError, ValueError):
+        rows = np.array([math.nan])
+    if not np.isfinite(rows).all():
+        raise PrivlabError(f"{what} of a loss of numbers must be a finite number, or a row of them, for each image.")
+    return [tuple(row) for row in rows.tolist()]
 
 
 def _is_of_shares(row: object) -> bool:
@@ -86,7 +108,7 @@ def problem_of_label(target: Target, classes: int) -> str | None:
     """Return why a label is none of a victim with so many classes; None if it is one."""
     if isinstance(target, tuple) and any(isinstance(share, float) for share in target):
         wrong = len(target) != classes
-        return f"Its soft label has {len(target)} shares; the victim has {classes} classes." if wrong else None
+        return f"Its label has {len(target)} numbers; the victim has {classes} classes." if wrong else None
     largest = max(target, default=0) if isinstance(target, tuple) else target or 0
     if largest >= classes:
         return f"Label {largest} is out of range: the victim has {classes} classes (0 to {classes - 1})."

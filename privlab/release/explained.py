@@ -1,21 +1,32 @@
 """Whether an image is the private one, as the gradient or update that it gives shows: no private image is needed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from privlab.base import full_precision, gradients_enabled
 from privlab.patches import patchify
 from privlab.release.local_training import Update, rounding_of, undecayed, update_on, without_decay
-from privlab.threat import Client, Feed, GradientDefense, Observation, Stack, client_loss, defense_declarations
+from privlab.threat import (
+    Client,
+    Feed,
+    GradientDefense,
+    Observation,
+    Stack,
+    client_loss,
+    defense_declarations,
+    linear_loss,
+)
 from privlab.victims import released_gradients, released_parameters
 
-_HEAD, _BIAS, _PROJECTION, _PE = "head.", "head.bias", "patch_embed.proj.weight", "pos_embed"
+_HEAD, _BIAS, _WEIGHT = "head.", "head.bias", "head.weight"
+_PROJECTION, _PE = "patch_embed.proj.weight", "pos_embed"
 
 _RTOL = 1e-6  # the relative error of a gradient in float32, over its largest singular value
 _AUTOCAST = 2.0**-8  # that of an entry under autocast, in either format of 16 bits
@@ -25,6 +36,9 @@ _MOST_DEVIATIONS = 8.0
 
 _MOST_ROUNDING = 0.02  # the rms error in normalised pixels that rounding may put into a direction that counts
 _ROUNDS = 6  # times that the targets of several steps are corrected: the probabilities of later steps depend on them
+
+FAR = 1e3
+"""How far a numeric target is put from an output where the gradient shows its side alone."""
 
 EXPLAINED_RESIDUAL = 0.05
 """The residual below which what was released is taken for that of the reconstruction.
@@ -49,7 +63,12 @@ def is_explained(residual: float, client: Client | None = None) -> bool:
 
 
 def residual(
-    seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"], *, with_bias: bool = False
+    seen: Observation,
+    images: Float[Tensor, "b c h w"],
+    target: int | Float[Tensor, "b y"],
+    *,
+    with_bias: bool = False,
+    of_logits: bool = False,
 ) -> float:
     """Return how far images are from giving what was released, G: the largest of three numbers, 0 for the client's own.
 
@@ -75,13 +94,14 @@ def residual(
         images: all images of the release, such as reconstructions, in [0, 1].
         target: the class index of the private image, or the targets of each image (`soft_targets`).
         with_bias: whether the head's bias is one more number, as where a label or a rate is fitted: it shows them best.
+        of_logits: whether `target` are gradients at the logits (`logit_gradients`), by which a step of any loss is run.
     """
-    model = seen.model
+    model, B = seen.model, len(images)
     counted = [n for n in seen.gradients if not n.startswith(_HEAD) or (with_bias and n == _BIAS)]
     held = {name: seen.gradients[name][0] for name in counted}
     kept = exact_entries(seen)
     own: Mapping[str, Tensor]
-    if (client := seen.client) is not None:
+    if (client := _with(seen.client, of_logits=of_logits)) is not None:
         made = update_on(model, client, images, target)
         s = scale_of(made, held, kept) if scales(Stack(tuple(seen.defense)).on_gradients) else 1.0
         lost = s * (1 - client.kept_share) if client.is_linear else 0.0
@@ -90,9 +110,10 @@ def residual(
     else:
         feed = _fed(seen, images)
         names = sorted(released_parameters(model) & held.keys())
-        labels = target if isinstance(target, Tensor) else torch.full((len(images),), target, device=images.device)
+        labels = target.to(images) if isinstance(target, Tensor) else torch.full((B,), target, device=images.device)
+        loss = _summed_linear if of_logits else partial(cross_entropy, reduction="sum")
         with full_precision():
-            own = {n: g[0] for n, g in released_gradients(model, feed, labels, names, len(images)).items()}
+            own = {n: g[0] for n, g in released_gradients(model, feed, labels, names, B, loss=loss).items()}
         held = {name: held[name] for name in names}
     own, held = ({name: u[name].double() * kept[name] for name in held} for u in (own, held))
     body = [name for name in held if name != _BIAS]
@@ -103,8 +124,24 @@ def residual(
     if _PROJECTION in held:
         shares += [_relative(own, held, [_PROJECTION])]
         if kept[_PROJECTION].all() and (_PE not in kept or kept[_PE].all()):
-            shares += [_missing_pixels(seen, images, target, own, held) / 2]
+            A = partial(_token_gradients, seen, images, target, of_logits=of_logits)
+            shares += [_missing_pixels(seen, images, A, own, held) / 2]
     return max(shares)
+
+
+def residual_of_head(seen: Observation, images: Float[Tensor, "b c h w"]) -> float | None:
+    """Return `residual` with what the head shows in place of labels; None if it shows nothing that explains a release.
+
+    That are the gradients at the logits for one step, whatever the loss is, and the targets of the stated loss for
+    several steps on one image. Of several steps of a loss that is a function, contrastive or DINO's it is None.
+
+    Args:
+        seen: the observation of one release.
+        images: all images of the release, such as reconstructions, in [0, 1].
+    """
+    of_logits = seen.client is None or seen.client.total_steps == 1
+    shown = logit_gradients(seen, images) if of_logits else soft_targets(seen, images)
+    return None if shown is None else residual(seen, images, shown, of_logits=of_logits)
 
 
 def residual_of_clients(seen: Observation, images: Float[Tensor, "k c h w"], labels: Sequence[Sequence[int]]) -> float:
@@ -133,54 +170,88 @@ def residual_of_clients(seen: Observation, images: Float[Tensor, "k c h w"], lab
     return max(_relative(given, moved, names) for names in (None, [_PROJECTION]) if names is None or names[0] in held)
 
 
-def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b y"] | None:
-    """Return the targets with which images give the released update of the head; None where it is not told by them.
+def _with(client: Client | None, *, of_logits: bool) -> Client | None:
+    """Return the client, with the linear loss where its targets are the gradients at the logits."""
+    return client.with_loss(linear_loss) if client is not None and of_logits else client
 
-    In a step of SGD or in a gradient, the logits' gradient is h_i = p_i − y_i (of a binary loss (p_i − y_i) / C), with
-    p_i the probabilities that the model gives image i. The bias of one image releases h, so y = p − h: an image of
-    smoothed, mixed or several labels has these. Of B images W and b of the head release Σ_i h_i (f_i, 1) / B, which
-    their features f_i solve for all h_i.
 
-    Several steps on one image with a constant y move the bias by Σ_s a_s (p_s − y): the client is run again, and y
-    takes the difference. What is no probability is cut off, and what explains nothing then stays unexplained.
+def _summed_linear(o: Float[Tensor, "b y"], h: Float[Tensor, "b y"]) -> Float[Tensor, ""]:
+    return len(o) * linear_loss(o, h)
 
-    The observation is that of one release: a gradient, or the update of a client that trains by SGD without clipping.
+
+def logit_gradients(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b y"] | None:
+    """Return h_i = B ∂ℓ/∂z_i, with z_i the logits of image i of B, as the released head shows it; None if it does not.
+
+    Of the loss ℓ nothing is used. The head, z_i = W f_i + b, has ∂ℓ/∂b = Σ_i h_i / B and ∂ℓ/∂W = Σ_i h_i f_iᵀ / B. So
+    the bias of one image releases h; of several images, and without the bias, the features f_i solve for all h_i, where
+    they are linearly independent. All other gradients follow: ∂ℓ/∂θ = Σ_i (∂z_i/∂θ)ᵀ h_i / B (`linear_loss`). A step
+    along these explains a release whatever its loss, its targets and its learning rate were.
+
+    Several steps on one image release Σ_s a_s h_s of other h_s in each step. The mean over the steps is returned, which
+    says less: the next h_s depends on the loss. Of several images in several steps nothing is returned.
+
+    Args:
+        seen: the observation of one release: a gradient, or the update of a client that trains by SGD.
+        images: all images of the release, such as reconstructions, in [0, 1].
     """
-    model, client = seen.model, seen.client
-    held = {name: u[0] for name, u in seen.gradients.items() if name.startswith(_HEAD)}
-    B, binary = len(images), client is not None and client.loss == "binary"
-    if _BIAS not in held or scales(Stack(tuple(seen.defense)).on_gradients) or not model.classes:
+    model, client, B = seen.model, seen.client, len(images)
+    held = {name: u[0] for name, u in seen.gradients.items() if name in (_BIAS, _WEIGHT)}
+    if not held or scales(Stack(tuple(seen.defense)).on_gradients) or not model.classes:
         return None
     reach = 1.0
     if client is not None:
-        if client.optimiser != "sgd" or client.clip is not None or not client.has_labels:
-            return None
-        if B > 1 and client.total_steps > 1:
+        if client.optimiser != "sgd" or (client.total_steps > 1 and (B > 1 or client.clip is not None)):
             return None
         held, reach = undecayed(model, held, client), client.reach
-    reach /= model.classes if binary else 1
+    if B == 1 and _BIAS in held:
+        return held[_BIAS].double()[None] / reach
+    if _WEIGHT not in held:
+        return None
     feed = _fed(seen, images)
     with torch.no_grad(), full_precision():
-        logits = model(feed.images, feed.masked_pe, feed.replacement).double()
-    p = logits.sigmoid() if binary else logits.softmax(1)
-    h = held[_BIAS].double()[None] * B / reach
-    if B > 1:
-        if f"{_HEAD}weight" not in held:
-            return None
-        with torch.no_grad(), full_precision():
-            features = model.features(images, feed.masked_pe).double()
+        features = model.features(images, feed.masked_pe).double()
+    rows, sums = features, held[_WEIGHT].double()
+    if _BIAS in held:  # the bias is the weight of one more feature, 1
         rows = torch.cat([features, torch.ones_like(features[:, :1])], 1)
-        sums = torch.cat([held[f"{_HEAD}weight"].double(), held[_BIAS].double()[:, None]], 1) * B / reach
-        h = torch.linalg.pinv(rows.T) @ sums.T
-    y = _probabilities(p - h, binary=binary)
-    if client is None or client.total_steps == 1:
+        sums = torch.cat([sums, held[_BIAS].double()[:, None]], 1)
+    return torch.linalg.pinv(rows.T) @ sums.T * B / reach
+
+
+def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b y"] | None:
+    """Return the targets with which images give the released update of the head; None where it does not show them.
+
+    The gradient h_i at the logits z_i (`logit_gradients`) is solved for the target y_i of the stated loss
+    (`_targets_at`), cross-entropy for a gradient: an image of smoothed, mixed or several labels has these.
+
+    Several steps on one image with a constant y move the bias by Σ_s a_s h_s(y): the client is run again, and y takes
+    the difference. What is no probability is cut off, and what explains nothing then stays unexplained.
+
+    Args:
+        seen: as in `logit_gradients`; of a client that does not clip.
+        images: all images of the release, in [0, 1].
+    """
+    model, client = seen.model, seen.client
+    if client is not None and (client.clip is not None or not (client.has_labels or client.is_numeric)):
+        return None
+    h = logit_gradients(seen, images)
+    if h is None:
+        return None
+    feed, loss = _fed(seen, images), client or Client()
+    with torch.no_grad(), full_precision():
+        z = model(feed.images, feed.masked_pe, feed.replacement).double()
+    y = _targets_at(loss, z, h)
+    solved_again = client is not None and client.loss in ("cross-entropy", "binary", "regression", "smooth-l1")
+    if client is None or client.total_steps == 1 or not solved_again or _BIAS not in seen.gradients:
         return y
-    y = y if binary else one_hot(h.argmin(1), model.classes).to(y)  # nearer than the first step's p makes it
+    if client.is_of_class:
+        y = one_hot(h.argmin(1), model.classes).to(y)  # nearer than the first step's p makes it
+    held, reach = undecayed(model, {_BIAS: seen.gradients[_BIAS][0]}, client)[_BIAS], client.reach
+    reach *= _slope(loss, model.classes)
     tried, steps = list[Tensor](), list[Tensor]()
     for _ in range(_ROUNDS):  # Anderson's acceleration of y ← y + (made − held) / reach: p follows y in later steps
         made = undecayed(model, {_BIAS: update_on(model, client, images, y)[_BIAS]}, client)[_BIAS]
         tried.append(y)
-        steps.append((made - held[_BIAS])[None] / reach)
+        steps.append((made - held)[None] / reach)
         if not steps[-1].isfinite().all():
             return tried[0]
         y = y + steps[-1]
@@ -188,8 +259,43 @@ def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[T
             d_steps = torch.cat([steps[-1] - step for step in steps[:-1]])
             d_tried = torch.cat([tried[-1] - each for each in tried[:-1]])
             y = y - steps[-1] @ torch.linalg.pinv(d_steps) @ (d_tried + d_steps)
-        y = _probabilities(y, binary=binary)
+        y = _cut(client, y)
     return y
+
+
+def _slope(client: Client, classes: int) -> float:
+    """Return −∂h/∂y of a loss whose gradient at the logits is linear in the target, as a mean over outputs makes it."""
+    return {"binary": 1.0, "regression": 2.0, "l1": 1.0, "smooth-l1": 1.0}.get(str(client.loss), classes) / classes
+
+
+def _targets_at(client: Client, z: Float[Tensor, "b y"], h: Float[Tensor, "b y"]) -> Float[Tensor, "b y"]:
+    """Return the targets y with which the loss of one image has the gradient h at logits z, h = ∂ℓ/∂z.
+
+    With e = h / slope, of C outputs:
+
+    - "cross-entropy": h = p − y;
+    - "binary": e = σ − y (w − (w − 1) σ), with the weight w of positive entries;
+    - "regression": e = z − y;
+    - "l1" and "smooth-l1": e = z − y cut to [−1, 1], so that beyond it the side of y is all that is known;
+    - "focal": the loss falls with p_y alone, so that h is negative at the label alone; "binary-focal" the same of each
+      entry. Whatever γ, α and the weights are, these signs show the labels.
+    """
+    e = h / _slope(client, z.shape[1])
+    match client.loss:
+        case "focal":
+            return one_hot(h.argmin(1), z.shape[1]).to(z)
+        case "binary-focal":
+            return (h < 0).to(z)
+        case "regression":
+            return z - e
+        case "l1" | "smooth-l1":
+            inside = (e.abs() < 1 - 1e-3) & (client.loss != "l1")
+            return (z - e).where(inside | (e == 0), z - FAR * e.sign())
+        case "binary":
+            w = 1.0 if client.pos_weight is None else z.new_tensor(client.pos_weight)
+            return _cut(client, (z.sigmoid() - e) / (w - (w - 1) * z.sigmoid()))
+        case _:
+            return _cut(client, z.softmax(1) - h)
 
 
 def _fed(seen: Observation, images: Float[Tensor, "b c h w"]) -> Feed:
@@ -201,10 +307,12 @@ def _fed(seen: Observation, images: Float[Tensor, "b c h w"]) -> Feed:
     return replace(feed, masked_pe=masked.expand(len(images), -1), replacement="unknown" if unknown else "zero")
 
 
-def _probabilities(y: Float[Tensor, "b y"], *, binary: bool) -> Float[Tensor, "b y"]:
-    """Return the values cut to [0, 1]; those of a softmax add up to 1."""
+def _cut(client: Client, y: Float[Tensor, "b y"]) -> Float[Tensor, "b y"]:
+    """Return targets cut to [0, 1] where they are probabilities; those of a softmax add up to 1."""
+    if client.is_numeric:
+        return y
     y = y.clamp(0, 1)
-    return y if binary else y / y.sum(1, keepdim=True)
+    return y if client.is_for_each_class else y / y.sum(1, keepdim=True)
 
 
 def tells_images(seen: Observation) -> bool:
@@ -275,7 +383,7 @@ def scale_of(made: Update, released: Update, kept: Mapping[str, Bool[Tensor, "..
 def _missing_pixels(
     seen: Observation,
     images: Float[Tensor, "b c h w"],
-    target: int | Float[Tensor, "b y"],
+    token_gradients: Callable[[], Float[Tensor, "n d"]],
     own: Mapping[str, Tensor],
     held: Mapping[str, Tensor],
 ) -> float:
@@ -283,11 +391,11 @@ def _missing_pixels(
 
     It is that of (Aᵀ)⁺ (G − Aᵀ X̂). A singular vector of A counts where rounding cannot put as much there. Of one image
     A is what was released of the position embeddings. Of several images, and where these embeddings are not trained or
-    not fed, A is that of X̂ at the first step, and G − Ĝ stands in the place of G − Aᵀ X̂. Of other optimisers than SGD,
-    other losses than of labels and under clipping A is not known, and 0 is returned.
+    not fed, A is that of X̂ at the first step (`token_gradients`), and G − Ĝ stands in the place of G − Aᵀ X̂. Of other
+    optimisers than SGD and under clipping A is not known, and 0 is returned.
     """
     model, client = seen.model, seen.client
-    if client is not None and (client.optimiser != "sgd" or not client.has_labels or client.clip is not None):
+    if client is not None and (client.optimiser != "sgd" or client.clip is not None):
         return 0.0
     X = patchify(model.normalise(images), model.patch).flatten(0, 1).double()
     G, of_A = held[_PROJECTION].flatten(1), 0.0
@@ -295,7 +403,7 @@ def _missing_pixels(
         A = held[_PE][0, -len(X) :]
         left, of_A = G - A.mT @ X, _rounding(seen, _PE)
     else:
-        A, left = _token_gradients(seen, images, target), G - own[_PROJECTION].flatten(1)
+        A, left = token_gradients(), G - own[_PROJECTION].flatten(1)
     U, sizes, V = torch.linalg.svd(A.mT, full_matrices=False)
     noise = _RTOL * sizes[0] + _rounding(seen, _PROJECTION) + math.sqrt(len(X)) * of_A
     sure = sizes * _MOST_ROUNDING > noise
@@ -305,18 +413,19 @@ def _missing_pixels(
 
 
 def _token_gradients(
-    seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"]
+    seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"], *, of_logits: bool
 ) -> Float[Tensor, "n d"]:
     """Return A of all patches of all images in the first step, times what a gradient moves in all steps."""
-    model, client, feed = seen.model, seen.client or Client(), _fed(seen, images)
+    model, feed = seen.model, _fed(seen, images)
+    client = _with(seen.client or Client(), of_logits=of_logits) or Client()
     if isinstance(target, Tensor):
-        client, labels = replace(client, label_smoothing=0.0), target.to(images)
+        client, labels = replace(client, label_smoothing=0.0, class_weights=None), target.to(images)
     else:
         labels = torch.full((len(images),), target, device=images.device)
     with full_precision(), gradients_enabled():
         z = model.embed(feed.images, feed.masked_pe, feed.replacement).detach().requires_grad_()
         outputs = model.classify(z)
-        if client.loss == "binary" and labels.ndim == 1:
+        if client.is_for_each_class and labels.ndim == 1:
             labels = one_hot(labels, outputs.shape[1])
         (g,) = torch.autograd.grad(client_loss(client, outputs, labels), z)
     return g[:, -model.vit.patch_embed.num_patches :].flatten(0, 1).double() * (

@@ -11,7 +11,7 @@ Gradients).
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -26,7 +26,7 @@ from privlab.release.explained import errors_of_filters
 from privlab.release.head_images import Head, beyond_chance, find_images, negative_classes
 from privlab.release.local_training import Update, rounding_of, undecayed
 from privlab.release.noise_estimate import Noise, noise_of_head, noise_of_update
-from privlab.threat import Observation, Stack
+from privlab.threat import Client, Observation, Stack
 from privlab.victims import VictimModel
 
 _BIAS, _WEIGHT = "head.bias", "head.weight"
@@ -49,6 +49,9 @@ _MOST_NOISE = 0.5
 """The share of noise in the head's weight above which its bias counts as noise, if noise is not of one size."""
 
 _MOST_RISING = 0.25  # the most of the classes that may rise as labels where only signs are left, as of Adam
+
+_OFF_ZERO = 0.01
+"""The share of their size by which the entries of a softmax's head.bias may miss the sum 0: numbers of 16 bits do."""
 
 _BINARY = "the loss may be one for each class. Try --set client.loss=binary."
 
@@ -234,18 +237,20 @@ def labels_of_update(seen: Observation) -> Told:
     if noise is not None:
         least = least.clamp(min=NormalDist().inv_cdf(1 - _CHANCE / classes) * noise.deviation)
     risen = rises > least
-    if client.loss == "cross-entropy" and client.optimiser == "sgd":
+    if client.is_of_class and client.optimiser == "sgd":
         risen = risen & (rises >= _LEAST_RISE * rises.max())
     labels = tuple(risen.nonzero()[:, 0].tolist())
     if not labels or (noise is None and _chance_of_signs(seen, rises, len(labels)) > _SIGNS_CHANCE):
         unstated = "The update of head.bias names no label beyond chance, so no label is stated."
-        if client.loss == "cross-entropy" and not bool((rises > 0).any()):
+        if client.is_of_class and not bool((rises > 0).any()):
             unstated += f" None of its entries rises, as a label's does under cross-entropy: {_BINARY}"
         return Told((), (), remark=unstated)
-    if client.loss != "cross-entropy" or len(labels) <= B:
+    if client.is_of_class and not _adds_up(seen, rises, noise):
+        return Told((), (), remark=_of_another_loss(client, rises, labels))
+    if not client.is_of_class or len(labels) <= B:
         return Told(labels, labels)
     remark = (
-        f"The biases of {len(labels)} classes rise in the head ({first(map(str, labels))}), and cross-entropy raises "
+        f"The biases of {len(labels)} classes rise in the head ({first(map(str, labels))}), and a softmax raises "
         f"those of its labels alone, {B} at most for client.images={client.images}"
         f"{f', client.clients={client.clients}' if client.clients > 1 else ''}: there are more images, or mixed or "
         f"smoothed labels. Or else {_BINARY}"
@@ -258,18 +263,47 @@ def labels_of_update(seen: Observation) -> Told:
 def label_of_update(seen: Observation) -> int | None:
     """Return the class that the update of a client of one image tells; None where its head's bias tells none.
 
+    Nor does the softmax of one class, which is 1.
+
     In each step ∂ℓ/∂b = p − y is negative at the image's label alone, under label smoothing most negative there; of a
     binary loss per class, p_c is a sigmoid. So is what SGD, Adam and AdamW make of it, once their decay is undone.
     """
     rises = _rises(seen)
-    return None if rises is None else int(rises.argmax())
+    if rises is None or seen.client is None or (seen.client.is_of_class and len(rises) == 1):
+        return None
+    return int(rises.argmax())
+
+
+def _adds_up(seen: Observation, rises: Float[Tensor, " y"], noise: Noise | None = None) -> bool:
+    """Return whether rises are those of a softmax, as far as they show it: p and y add up to 1, and p − y to 0.
+
+    Adam divides each entry by its own size, so that they need not add up.
+    """
+    client = seen.client
+    if client is None or client.optimiser != "sgd":
+        return True
+    variance = rounding_of(seen, _BIAS).square().sum()
+    if noise is not None:
+        variance = variance + len(rises) * noise.deviation**2
+    return float(rises.sum().abs()) <= _OFF_ZERO * float(rises.abs().sum()) + _ROUNDINGS * float(variance.sqrt())
+
+
+def _of_another_loss(client: Client, rises: Float[Tensor, " y"], labels: Sequence[int]) -> str:
+    """Return what is said of rises that no softmax gives, and which labels a sigmoid for each class would have."""
+    share = float(rises.sum().abs() / rises.abs().sum())
+    return (
+        f"The update of head.bias adds up to {share:.0%} of its size, and a softmax's to 0: the loss is not "
+        f"{client.loss}, or there is a weight decay that is not stated, so no label is stated. With a loss for each "
+        f"class (--set client.loss=binary) the labels are {first(map(str, labels), 16)}; with numeric targets (--set "
+        "client.loss=regression) there are none."
+    )
 
 
 def check_order(seen: Observation, source: str) -> None:
     """Refuse an update that goes the other way: its label's bias falls and the others rise, so the files are swapped.
 
-    Softmax cross-entropy moves the biases of B labels at most against all others. Smoothing and other losses may move
-    them otherwise, and then nothing is said.
+    Softmax cross-entropy moves the biases of B labels at most against all others, and their sum stays 0. Smoothing and
+    other losses may move them otherwise, and then nothing is said.
 
     Raises:
         PrivlabError: if at most B biases were moved down, and more than 2 B up by what the gradients alone moved.
@@ -278,10 +312,11 @@ def check_order(seen: Observation, source: str) -> None:
     if rises is None or seen.client is None or seen.client.loss != "cross-entropy":
         return
     raised, lowered = int((rises > 0).sum()), int((rises < 0).sum())
-    if lowered <= B and raised > 2 * B:
+    if lowered <= B and raised > 2 * B and _adds_up(seen, rises):
         raise PrivlabError(
             f"{source} goes up the loss: {raised} of {len(rises)} biases of the head rise, where those of at most {B} "
-            "labels can. BEFORE and AFTER are swapped: give the weights before training first."
+            "labels can. BEFORE and AFTER are swapped: give the weights before training first. Or the loss is another "
+            "one: state it by --set client.loss."
         )
 
 

@@ -51,10 +51,13 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
         defense: the defenses of images at work.
 
     Raises:
-        PrivlabError: if the model has none of them, or freezes them, or can have no adapters or prompts.
+        PrivlabError: if the model has none of them, or none that a pattern matches, or freezes them, or can have no
+            adapters or prompts.
     """
     model = served(model, client)
-    names = [name for name, _ in model.vit.named_parameters() if client.chooses(name) and name not in model.frozen]
+    every = [name for name, _ in model.vit.named_parameters()]
+    client.check_trains([*every, "unk_embed"] if model.unk_embed is not None else every)
+    names = [name for name in every if client.chooses(name) and name not in model.frozen]
     if not names:
         raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: this model has no such parameters.")
     if client.chooses("unk_embed") and effects_of(model, defense).pe == "unknown":
@@ -117,14 +120,14 @@ def update_on(
         model: the server's model with θ_0; it is left as it is.
         client: the public settings.
         images: the images, in [0, 1].
-        target: the class index of all of them, or the targets of each, which hold the smoothing already.
+        target: the class index of all of them, or the targets of each, which hold smoothing and weights already.
 
     Raises:
         PrivlabError: as in `run_client`.
     """
     B = len(images)
     if isinstance(target, Tensor):
-        client, labels = replace(client, label_smoothing=0.0), target.to(images)
+        client, labels = replace(client, label_smoothing=0.0, class_weights=None), target.to(images)
     else:
         labels = torch.full((B,), target, device=images.device)
     if B > 1:
@@ -189,7 +192,8 @@ def update_capabilities(
     trained = frozenset(trained_parameters(model, client, Stack(tuple(defense)).on_images))
     client.check_filters([part.name for part in Stack(tuple(defense)).on_gradients])
     grants = gradient_capabilities(model, defense, client.released_images, trained=trained) | {Capability.CLIENT_UPDATE}
-    return grants if client.loss == "cross-entropy" else grants - {Capability.CLASS_LABELS}
+    of_labels = client.loss == "cross-entropy" and (client.class_weights is None or client.released_images == 1)
+    return grants if of_labels else grants - {Capability.CLASS_LABELS}
 
 
 def observe_updates(

@@ -131,7 +131,7 @@ def _laws(seen: Observation) -> Iterator[_Law]:
 def _law_of_head(seen: Observation) -> _Law | None:
     client, name = seen.client, "head.weight"
     assert client is not None
-    of_softmax = client.optimiser == "sgd" and client.loss == "cross-entropy"
+    of_softmax = client.optimiser == "sgd" and client.is_of_class
     return _Law((name,), lambda own: own[name]) if of_softmax else None
 
 

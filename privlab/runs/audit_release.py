@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, collect_warnings, first, pick_device, plain_data, warn
+from privlab.base import PrivlabError, collect_warnings, first, option_text, pick_device, plain_data, warn
 from privlab.evaluation import Case, applicable, default_attacks, stands_in, unread
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import head_of, labels_of_signs, slots_without_gradient
@@ -234,6 +234,8 @@ def _attack(
         row["residual"] = found.residual
         share: Row = {"explained": explained_share(found.residual)}
         records = [record | share for record in records]
+    if found.target is not None:
+        row["target"] = list(found.target)
     if found.proof == audited.what:
         row["fitted"] = dict(audited.fitted)
     order = list(range(len(images)))
@@ -287,7 +289,9 @@ def _flags(audited: Audited, rows: Sequence[Row]) -> list[str]:
         )
     if "label" in audited.fitted:
         found.append(f"label: {label_shares(audited.fitted['label'])}")
-    if fitted := [f"client.{name}={value}" for name, value in audited.fitted.items() if name != "label"]:
+    if targets := [row["target"] for row in rows if "target" in row]:
+        found.append(f"target of client.loss={audited.client.loss_name}: {first(targets[0], 16)}")
+    if fitted := [f"client.{name}={option_text(value)}" for name, value in audited.fitted.items() if name != "label"]:
         found.append(f"fitted to the update: {first(fitted, 8)}")
     if told is not None and told.certain:
         among = "" if told.all_certain else "among them "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, warn
+from privlab.base import PrivlabError, option_text, warn
 from privlab.defenses import Undefended
 from privlab.evaluation import Automatic, Case, defense_of
 from privlab.grids.specify import released_by
@@ -185,7 +185,7 @@ def _read_update(before: Path, after: Path, spec: Case, device: torch.device) ->
 def _explained(audited: Audited, fitted: Fitted, label: int) -> Audited:
     """Return an update with the settings that explain it in place of those that were stated."""
     settings = fitted.settings(audited.client)
-    options = [f"client.{name}={value}" for name, value in settings.items() if name != "label"]
+    options = [f"client.{name}={option_text(value)}" for name, value in settings.items() if name != "label"]
     told = audited.told
     if told is None and "label" not in settings:  # else the fitted shares are said, which may be none
         told = Told((label,), (label,))
@@ -210,6 +210,12 @@ def _unexplained(audited: Audited, found: Told, diagnosis: UpdateDiagnosis | Non
             f"{source} have equal biases of the head, so that the update tells no label and no reconstruction can be "
             "checked. A head that does not train looks like this, or weights of two models."
         )
+    if diagnosis is not None and diagnosis.of_any_loss:
+        warn(
+            f"{source}: an image explains the update, whatever its loss is, and no target of client.loss="
+            f"{client.loss_name} does: the loss or its weights are other ones, so no label is stated."
+        )
+        return replace(audited, told=None)
     if audited.told is None:
         diagnosis = None
     if diagnosis is not None:
@@ -225,7 +231,8 @@ def _unexplained(audited: Audited, found: Told, diagnosis: UpdateDiagnosis | Non
             check_adam(seen, None if diagnosis is None else diagnosis.label, source)
         except PrivlabError as reason:
             warn(f"{reason} The attacks run all the same: that they fail is no evidence of privacy.")
-    one_by_one = client.released_images == 1 or client.loss == "binary" or len(found.labels) > client.released_images
+    counted = client.loss == "cross-entropy" and client.class_weights is None  # −h_c ≤ n_c of other losses is not known
+    one_by_one = client.released_images == 1 or not counted or len(found.labels) > client.released_images
     if one_by_one or seen.defense or client.gradient_factor is None:
         return audited
     return replace(audited, told=_told(audited.base, as_gradients(seen)))

@@ -114,9 +114,15 @@ class OwnUpdateAudit:
         """Check that the certificate can judge updates of this client without its images.
 
         Raises:
-            PrivlabError: for several images, an optimiser other than SGD, or dropout, none of which it explains.
+            PrivlabError: for several images, an optimiser other than SGD, or dropout, none of which it explains, and
+                for several steps of a loss whose targets cannot be solved for.
         """
         client = self.client
+        if client.total_steps > 1 and not (client.has_labels or client.is_numeric):
+            raise PrivlabError(
+                "Without images an audit of several steps needs a loss of labels or numbers. Found client.loss="
+                f"{client.loss_name} and {client.total_steps} steps: give the client's images."
+            )
         if client.images > 1 or client.optimiser != "sgd" or client.dropout or client.drop_path:
             raise PrivlabError(
                 "Without images an audit is judged by the certificate, which needs client.images=1, "
@@ -159,7 +165,7 @@ class OwnUpdateAudit:
     def _certified(self, seen: Observation, found: Sequence[Float[Tensor, "1 c h w"]], limits: str | None) -> Verdict:
         """Return the verdict by the share of the update that the best reconstruction explains."""
         label = label_of_update(seen)
-        if label is None:
+        if "head.bias" not in seen.gradients or not seen.gradients["head.bias"].any():
             raise PrivlabError("The certificate needs the update of head.bias. Found none: give the client's images.")
         shares = (explained_share(residual_of_pixels(seen, pixels, label)) for pixels in found)  # each costs a round
         explained = next(shares)

@@ -13,9 +13,9 @@ from torch.nn.functional import cosine_similarity
 
 from privlab.attacks import PatchGradient, PatchUpdate
 from privlab.attacks.solvers import fit_decay, slot_gradients, slot_rows
-from privlab.base import collect_warnings, full_precision, warn
+from privlab.base import collect_warnings, full_precision, option_text, warn
 from privlab.release import EXPLAINED_RESIDUAL, is_explained, labels_that_rise, undecayed, update_on, without_decay
-from privlab.release.explained import residual, soft_targets
+from privlab.release.explained import logit_gradients, residual, residual_of_head, soft_targets
 from privlab.release.grey_levels import grey_level_error
 from privlab.threat import Client, Observation
 from privlab.victims.named import of_channels
@@ -189,9 +189,10 @@ class UpdateDiagnosis:
     def why_unexplained(self) -> str | None:
         """Return that no image explains the update, and whether it looks like the weights of two models.
 
-        It is None for a client of Adam or AdamW, for dropout, and where the closed form does not apply.
+        It is None for a client of Adam or AdamW, for dropout, where the closed form does not apply, and where an image
+        explains the update by another loss.
         """
-        if self.start != self.stated or self.image is None:
+        if self.start != self.stated or self.image is None or self.of_any_loss:
             return None
         with full_precision(), collect_warnings([]):
             of_round = share_of_weights(self.seen, self._made(self.stated))
@@ -217,6 +218,8 @@ class UpdateDiagnosis:
         def best() -> Fitted:
             return min(found, key=lambda each: (not each.explains, each.score(start)))
 
+        if not best().explains:
+            found += self._of_other_losses()
         if not best().explains:
             alone = self._without_head(self._decayed(start))
             if alone is not None and alone.residual < _EXACT:
@@ -269,6 +272,36 @@ class UpdateDiagnosis:
                 yield Fitted(own, top, self._left(own, top))
         plain = replace(client, label_smoothing=0.0)
         yield Fitted(plain, y, self._left(plain, y))
+
+    def _of_other_losses(self) -> Iterator[Fitted]:
+        """Yield the client with cross-entropy, and with a loss for each class and the weights of labels that it needs.
+
+        In one step of the latter e = C ∂ℓ/∂z is σ where the image does not have a class, and w (σ − 1) where it does.
+        """
+        assert self.image is not None
+        if self.start.loss != "cross-entropy":
+            yield from self._tried(self._decayed(self.start.with_loss("cross-entropy")))
+        for client in {self.start, self._decayed(self.start)}:
+            h = logit_gradients(replace(self.seen, client=client), self.image)
+            if h is None or client.total_steps > 1:
+                return
+            with torch.no_grad():
+                sigmoid = self.seen.model(self.image).double().sigmoid()
+            weights = (h.shape[1] * h / (sigmoid - 1)).where(h < 0, torch.ones_like(h))[0].tolist()
+            client = client.with_loss("binary")
+            if any(abs(weight - 1) > _LEAST_SHARE for weight in weights):
+                client = replace(client, pos_weight=tuple(float(f"{weight:.4g}") for weight in weights))
+            yield Fitted(client, (h < 0).to(h), self._left(client, (h < 0).to(h)))
+
+    @cached_property
+    def of_any_loss(self) -> bool:
+        """Whether the image explains the update whatever its loss, targets and rate were, as of one step it may."""
+        if self.start != self.stated or self.image is None or self.start.total_steps > 1:
+            return False
+        with full_precision(), collect_warnings([]):
+            seen = replace(self.seen, client=self._decayed(self.start))
+            left = residual_of_head(seen, self.image)
+        return left is not None and is_explained(left, self.start)
 
     def _clipped(self) -> Iterator[Client]:
         """Yield clients that clip each gradient to the norm with which some number of steps moves as far."""
@@ -402,8 +435,10 @@ def _stated(changed: Mapping[str, Any], stated: Client) -> str:
     for name, value in changed.items():
         if name != "label":
             before = getattr(stated, name)
-            new.append(f"client.{name}={value:.4g}" if isinstance(value, float) else f"client.{name}={value}")
-            old.append(f"{name} not stated" if before is None else f"{name}={before}")
+            new.append(
+                f"client.{name}={value:.4g}" if isinstance(value, float) else f"client.{name}={option_text(value)}"
+            )
+            old.append(f"{name} not stated" if before is None else f"{name}={option_text(before)}")
     if new:
         said.append(f"{' and '.join(new)} fitted to the update, in place of {', '.join(old)}")
     if "label" in changed:
@@ -428,16 +463,21 @@ def fed_pixels(seen: Observation, lost: float) -> Float[Tensor, "1 c h w"]:
     return model.normalise(found)
 
 
-def residual_of_pixels(seen: Observation, pixels: Float[Tensor, "1 c h w"], label: int) -> float:
+def residual_of_pixels(seen: Observation, pixels: Float[Tensor, "1 c h w"], label: int | None) -> float:
     """Return `residual` of what the model was fed, in place of an image that it normalises.
 
     Args:
         seen: the update of a client of one image.
         pixels: normalised pixels.
-        label: the class index of the private image.
+        label: the class index of the private image; None if it is not known. Where it explains nothing, what the head
+            shows in place of it is taken.
     """
     model = seen.model.normalised_by(torch.zeros_like(seen.model.mean), torch.ones_like(seen.model.std))
-    return residual(replace(seen, model=model), pixels.to(model.mean), label)
+    fed, pixels = replace(seen, model=model), pixels.to(model.mean)
+    left = math.inf if label is None else residual(fed, pixels, label)
+    if not is_explained(left, seen.client) and (of_head := residual_of_head(fed, pixels)) is not None:
+        left = of_head if label is None or is_explained(of_head, seen.client) else left
+    return left
 
 
 def label_of_image(seen: Observation) -> int | None:

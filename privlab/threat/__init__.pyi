@@ -25,6 +25,7 @@ from .defense_protocols import Gradients as Gradients
 from .effects import Effects as Effects
 from .effects import RowOrder as RowOrder
 from .losses import client_loss as client_loss
+from .losses import linear_loss as linear_loss
 from .losses import private_targets as private_targets
 from .observations import FeatureObservation as FeatureObservation
 from .observations import Observation as Observation

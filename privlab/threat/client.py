@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
-from typing import ClassVar
+from types import FunctionType, MappingProxyType
+from typing import Any, ClassVar
 
 from privlab.base import PrivlabError, check_name, check_range
 
@@ -28,7 +28,17 @@ _TRAINS = {
 
 _PATTERN = re.compile(r"[\w.*?\[\]!-]*[._*?][\w.*?\[\]!-]*")
 """What is read as a pattern of timm's names: the names of sets hold no dot, underscore or wildcard."""
-_LOSSES = ("cross-entropy", "binary", "contrastive", "dino", "regression")
+_OF_CLASS = ("cross-entropy", "focal")
+_FOR_EACH_CLASS = ("binary", "binary-focal")
+_NUMERIC = ("regression", "l1", "smooth-l1")
+_LOSSES = (*_OF_CLASS, *_FOR_EACH_CLASS, *_NUMERIC, "contrastive", "dino")
+_SETTINGS_OF_LOSSES = {
+    "label_smoothing": ("cross-entropy",),
+    "class_weights": _OF_CLASS,
+    "pos_weight": ("binary",),
+    "gamma": ("focal", "binary-focal"),
+    "alpha": ("binary-focal",),
+}
 _NUMBERS = ("float32", "bf16", "fp16")
 
 _SMALL = 1e-8
@@ -71,10 +81,17 @@ class Client:
         accumulation: batches of one pass whose mean gradient makes one optimiser step, ≥ 1; the last step of a pass may
             have fewer.
         clip: the largest norm of the gradient of all trained parameters before a step, > 0; None does not clip.
-        loss: what a step lowers: "cross-entropy" of a class label, "binary" (a sigmoid for each class), "contrastive"
-            (SigLIP's, with embeddings of texts), "dino" (of the server's model on mirrored images) or "regression"
-            (squared error). The last three need no classifier.
+        loss: what a step lowers: "cross-entropy" or "focal" of a class label, "binary" or "binary-focal" (a sigmoid for
+            each class), "regression" (squared error), "l1" or "smooth-l1" of numeric targets, "contrastive" (SigLIP's,
+            with embeddings of texts) or "dino" (of the server's model on mirrored images). The last two and numeric
+            targets need no classifier. Or a function of logits (b × y) and targets that returns the mean loss.
         label_smoothing: share of the label that is spread evenly over all classes, in [0, 1); of cross-entropy alone.
+        class_weights: weight of each class in cross-entropy and focal losses, ≥ 0. As in PyTorch, cross-entropy divides
+            by the sum of the weights of the labels, so that they cancel for one image.
+        pos_weight: weight of the positive entries of the binary loss, for each class or one for all, > 0.
+        gamma: γ of focal losses, which weigh an entry by (1 − p)^γ with p the probability of what is true; ≥ 0.
+        alpha: α of "binary-focal", the weight of positive entries, where negative ones have 1 − α, in [0, 1]; None
+            weighs none.
         dropout: rate after the position embeddings and each dense layer of a block, in [0, 1).
         drop_path: rate in the last block, from 0 in the first one linearly, in [0, 1).
         autocast: number format of matrix products, by torch.autocast: "float32" (none), "bf16" or "fp16". The weights
@@ -82,8 +99,9 @@ class Client:
         trains: trained parameters: "all", "no-embedding" (without patch, position, class and register embeddings),
             "attention", "norms", "head", or the head and what the server adds and draws from a public seed: "lora" (by
             peft, adapters of each block's qkv, whose B begins at 0), "adapters" (a bottleneck behind each MLP) or
-            "prompts" (tokens behind the class token). Or patterns of timm's names with commas, of which a trained one
-            matches at least one, such as "head.*,blocks.1?.*,*.bias"; * and ? stand for any text and any character.
+            "prompts" (tokens behind the class token). Or patterns of timm's names, in a tuple or with commas, of which
+            a trained one matches at least one, such as "head.*,blocks.1?.*,*.bias"; * and ? stand for any text and any
+            character. A tuple is kept as the text with commas.
         rank: r of "lora", whose scale α / r is 1, or the width of the bottleneck of "adapters"; in [1, 64].
         prompts: tokens of "prompts", in [1, 200].
         sends: "difference" (θ_T − θ_0) or "weights" (θ_T).
@@ -117,12 +135,16 @@ class Client:
     shuffle: bool = True
     accumulation: int = 1
     clip: float | None = None
-    loss: str = "cross-entropy"
+    loss: str | Callable[..., Any] = "cross-entropy"
     label_smoothing: float = 0.0
+    class_weights: tuple[float, ...] | None = None
+    pos_weight: tuple[float, ...] | None = None
+    gamma: float = 2.0
+    alpha: float | None = None
     dropout: float = 0.0
     drop_path: float = 0.0
     autocast: str = "float32"
-    trains: str = "all"
+    trains: str | tuple[str, ...] = "all"
     rank: int = 16
     prompts: int = 10
     sends: str = "difference"
@@ -131,10 +153,13 @@ class Client:
     def __post_init__(self) -> None:
         """Raise PrivlabError if a setting is out of its range."""
         check_name("optimiser", self.optimiser, OPTIMISERS)
-        check_name("loss", self.loss, _LOSSES)
+        if not isinstance(self.loss, FunctionType):
+            check_name("loss", str(self.loss), _LOSSES)
         check_name("schedule", self.schedule, _SCHEDULES)
-        if not all(_PATTERN.fullmatch(pattern) for pattern in self.trains.split(",")):
-            check_name("set of trained parameters", self.trains, _TRAINS)
+        if not isinstance(self.trains, str):
+            object.__setattr__(self, "trains", ",".join(self.trains))
+        if not all(_PATTERN.fullmatch(pattern) for pattern in self.patterns):
+            check_name("set of trained parameters", str(self.trains), _TRAINS)
         check_name("number format of autocast", self.autocast, _NUMBERS)
         check_name("number format of what is sent", self.sent_as, (*_NUMBERS, "int8"))
         check_name("kind of update", self.sends, ("difference", "weights"))
@@ -153,6 +178,13 @@ class Client:
             check_range(count is None or count >= 1, f"client.{name}", "at least 1", count)
         check_range(1 <= self.rank <= 64, "client.rank", "in [1, 64]", self.rank)
         check_range(1 <= self.prompts <= 200, "client.prompts", "in [1, 200]", self.prompts)
+        for name in ("class_weights", "pos_weight"):
+            if (weights := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(map(float, weights)))
+                right = all(0 <= w < math.inf for w in weights) and any(weights)
+                check_range(right, f"client.{name}", "finite numbers ≥ 0 with one > 0", getattr(self, name))
+        check_range(0 <= self.gamma < math.inf, "client.gamma", "≥ 0", f"{self.gamma:g}")
+        check_range(self.alpha is None or 0 <= self.alpha <= 1, "client.alpha", "in [0, 1]", self.alpha)
         check_range(self.clip is None or 0 < self.clip < math.inf, "client.clip", "a finite number > 0", self.clip)
         self._check_together()
 
@@ -175,11 +207,13 @@ class Client:
             raise PrivlabError(f"client.rank={self.rank} is of lora and adapters. Found client.trains={self.trains}.")
         if self.prompts != type(self).prompts and self.trains != "prompts":
             raise PrivlabError(f"client.prompts={self.prompts} is of prompts alone. Found client.trains={self.trains}.")
-        if self.label_smoothing and self.loss != "cross-entropy":
-            raise PrivlabError(
-                f"client.label_smoothing={self.label_smoothing:g} is of cross-entropy alone. "
-                f"Found client.loss={self.loss}."
-            )
+        for name, losses in _SETTINGS_OF_LOSSES.items():
+            value = getattr(self, name)
+            if value != getattr(type(self), name) and self.loss not in losses:
+                raise PrivlabError(
+                    f"client.{name}={value} applies only to client.loss={' and '.join(losses)}. "
+                    f"Found client.loss={self.loss_name}."
+                )
 
     def chooses(self, name: str) -> bool:
         """Return whether a parameter of this name of timm's is in the set that is trained, where a model has it.
@@ -188,13 +222,64 @@ class Client:
             name: such as "blocks.0.attn.qkv.weight", with adapters as privlab names them.
         """
         if self.trains in _TRAINS:
-            return re.fullmatch(_TRAINS[self.trains], name) is not None
-        return any(fnmatchcase(name, pattern) for pattern in self.trains.split(","))
+            return re.fullmatch(_TRAINS[str(self.trains)], name) is not None
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    @property
+    def patterns(self) -> list[str]:
+        """Return the patterns of the names of trained parameters, or the name of a set."""
+        return str(self.trains).split(",")
+
+    def check_trains(self, names: Sequence[str]) -> None:
+        """Check that each pattern of trained parameters matches one of a model's; a named set may match none.
+
+        Args:
+            names: timm's names of all parameters of the model.
+
+        Raises:
+            PrivlabError: for the first pattern that matches none, with the names that exist.
+        """
+        for pattern in [] if self.trains in _TRAINS else self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+                raise PrivlabError(
+                    f"client.trains: each pattern must match a parameter of the model. Found '{pattern}', which "
+                    f"matches none of {', '.join(kinds)}."
+                )
 
     @property
     def has_labels(self) -> bool:
-        """Return whether the loss reads class labels, so that one can be told from the update of the head."""
-        return self.loss in ("cross-entropy", "binary")
+        """Return whether the loss reads class labels, so that the update of the head shows them."""
+        return self.is_of_class or self.is_for_each_class
+
+    @property
+    def is_of_class(self) -> bool:
+        """Return whether the loss reads one class of an image, by a softmax: logits' gradients add up to 0."""
+        return self.loss in _OF_CLASS
+
+    @property
+    def is_for_each_class(self) -> bool:
+        """Return whether an image may have any number of classes, by a sigmoid for each."""
+        return self.loss in _FOR_EACH_CLASS
+
+    @property
+    def takes_several_classes(self) -> bool:
+        """Return whether a label may be a list of classes: for a loss for each class, and for a function."""
+        return self.is_for_each_class or not isinstance(self.loss, str)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Return whether the targets are numbers, one for each output of the model."""
+        return self.loss in _NUMERIC
+
+    @property
+    def loss_name(self) -> str:
+        """Return the name of the loss, or of the function that was given."""
+        return self.loss if isinstance(self.loss, str) else self.loss.__name__
+
+    def with_loss(self, loss: str | Callable[..., Any]) -> "Client":
+        """Return the client with another loss, whose settings have their defaults."""
+        return replace(self, loss=loss, **{name: getattr(Client, name) for name in _SETTINGS_OF_LOSSES})
 
     @property
     def released_images(self) -> int:

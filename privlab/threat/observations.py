@@ -19,6 +19,7 @@ from privlab.images import facts_html, images_html
 from privlab.threat.capabilities import Capability
 from privlab.threat.client import Client
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.losses import client_loss
 from privlab.victims import VictimModel
 from privlab.victims.closed_form import released_gradients
 from privlab.victims.feed import Feed
@@ -67,7 +68,8 @@ class Observation:
 
         Args:
             images: in [0, 1], B for each release.
-            labels: the class index of each image, or a probability of each class.
+            labels: the class index of each image, or a probability of each class; of a client with another loss than
+                cross-entropy, its targets.
 
         Raises:
             PrivlabError: for the update of a client that is not one step of SGD without weight decay.
@@ -75,10 +77,17 @@ class Observation:
         factor = 1.0 if self.client is None else self.client.gradient_factor
         if factor is None or (self.client is not None and self.client.weight_decay):
             raise PrivlabError("gradients_of is for gradients, and for one step of SGD without decay. Found an update.")
-        names, B = list(self.gradients), self.images_per_release
+        names, B, client = list(self.gradients), self.images_per_release, self.client or Client()
+
+        def loss(o: Tensor, y: Tensor) -> Tensor:  # of each release B times its mean
+            means = [client_loss(client, *one) for one in zip(o.split(B), y.split(B), strict=True)]
+            return B * torch.stack(means).sum()
+
+        plain = client.loss == "cross-entropy" and client.class_weights is None
+        given = {} if plain else {"loss": loss}
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivatives
             feed = Feed.undefended(images, self.model.patch)
-            made = released_gradients(self.model, feed, labels, names, B, create_graph=True)
+            made = released_gradients(self.model, feed, labels, names, B, create_graph=True, **given)
         return {name: factor * g for name, g in made.items()}
 
     def _repr_html_(self) -> str:

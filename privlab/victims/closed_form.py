@@ -5,7 +5,7 @@ of what its layer read and what flowed back into it, over the tokens of one rele
 over releases and none is computed that nobody asked for.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -22,6 +22,8 @@ from privlab.victims.model import VictimModel, check_classifies
 
 _EMBEDDING = (*PREFIX_TOKENS, "pos_embed", "unk_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
 """The parameters of the embedding, which `_of_embedding` knows."""
+
+_CROSS_ENTROPY = partial(F.cross_entropy, reduction="sum")
 
 
 def released_parameters(model: VictimModel) -> frozenset[str]:
@@ -55,8 +57,9 @@ def released_gradients(
     images_per_release: int = 1,
     *,
     create_graph: bool = False,
+    loss: Callable[[Tensor, Tensor], Tensor] = _CROSS_ENTROPY,
 ) -> dict[str, Float[Tensor, "r ..."]]:
-    """Return ∂ℓ/∂θ of each release for each named parameter θ, with ℓ the mean cross-entropy of its B images.
+    """Return ∂ℓ/∂θ of each release for each named parameter θ, with ℓ the mean loss of its B images.
 
     The n = r·B fed images are those of the releases in their order. A linear layer that reads a_n and whose output
     receives δ_n gives ∂ℓ/∂W = Σ_n δ_n a_nᵀ, over the tokens of all B images. The embedding is the case a_n = x_n: with
@@ -71,6 +74,7 @@ def released_gradients(
         images_per_release: B, at least 1: the first B images are those of the first release.
         create_graph: whether the result can be differentiated by the images; the model's attention must not be fused
             then.
+        loss: of logits and `labels`, the sum over the n images.
 
     Raises:
         PrivlabError: if a parameter is not there, or belongs to a layer with no such rule, or B does not divide n; if
@@ -92,10 +96,10 @@ def released_gradients(
     with torch.set_grad_enabled(create_graph):
         z = model.embed(feed.images, feed.masked_pe, feed.replacement)
     with gradients_enabled(), _tap(model.vit, paths) as taps:
-        loss = F.cross_entropy(model.classify(z.requires_grad_()), labels, reduction="sum") / B
+        mean = loss(model.classify(z.requires_grad_()), labels) / B
         if skipped := [path for path in paths if path not in taps]:
             raise PrivlabError(f"A replaced method of the model skips {first(skipped, 3)}: restore the module's own.")
-        g, *δ_layers = torch.autograd.grad(loss, [z, *(taps[path][1] for path in paths)], create_graph=create_graph)
+        g, *δ_layers = torch.autograd.grad(mean, [z, *(taps[path][1] for path in paths)], create_graph=create_graph)
     δ = dict(zip(paths, δ_layers, strict=True))
     gradients = {}
     for name in names:

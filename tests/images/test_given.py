@@ -119,7 +119,7 @@ def test_soft_labels_are_attacked() -> None:
         (X, SOFT + 0.1, "labels.*add up to 1.*image 0"),
         (X, SOFT * torch.nan, "labels.*nan.*image 0"),
         (X, [0, 1, 2, 10], r"labels, image 3: Label 10 is out of range: the victim has 10 classes"),
-        (X, SOFT, "labels, image 0: Its soft label has 3 shares; the victim has 10 classes"),
+        (X, SOFT, "labels, image 0: Its label has 3 numbers; the victim has 10 classes"),
         (iter([X]), [0, 1, 2, 3, 4], "ended after 4 images; labels were stated for 5"),
         (iter([X, X]), [0, 1, 2, 3], "labels were stated for 4 images, and more follow"),
         (iter([(X, [1, 2])]), None, "label for each of the 4 images. Found 2"),
@@ -280,7 +280,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "no sum of 1 in a loader": (loaded([[0.5, 0.25, 0, 0, 0, 0, 0]] * 4), None, "add up to 1.*the sum 0.75"),
     "no sum of 1 in a data set": (TensorDataset(SMALL, torch.full((4, 7), 0.3)), None, "add up to 1.*the sum 2.1"),
     "beyond the classes": (SMALL, [0, 1, 2, 7], "Label 7 is out of range: the victim has 7 classes"),
-    "shares of other classes": (SMALL, [[0.5, 0.5]] * 4, "soft label has 2 shares; the victim has 7 classes"),
+    "shares of other classes": (SMALL, [[0.5, 0.5]] * 4, "label has 2 numbers; the victim has 7 classes"),
     "a mapping": ({"train": Pairs()}, None, "images must be .*dict of train"),
     "a number": (3.5, None, "images must be .*Found float"),
 }

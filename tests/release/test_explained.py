@@ -12,7 +12,14 @@ from privlab.attacks import PatchUpdate
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise, GradientPruning, PercentilePrivacy
 from privlab.evaluation.scoring import explained_by
 from privlab.release import EXPLAINED_RESIDUAL, exact_entries, labels_that_rise, observe_updates, scale_of
-from privlab.release.explained import explained_share, residual, residual_of_clients, soft_targets, tells_images
+from privlab.release.explained import (
+    explained_share,
+    logit_gradients,
+    residual,
+    residual_of_clients,
+    soft_targets,
+    tells_images,
+)
 from privlab.release.labels import label_of_update
 from privlab.threat import Client, ClientData, GradientDefense, Observation
 from privlab.victims import VictimModel, victim
@@ -116,6 +123,9 @@ def test_no_image_of_ten_decibels_is_certified_whatever_the_head(
         shown = soft_targets(seen, wrong)
         assert shown is not None
         assert residual(seen, wrong, shown) > 2 * EXPLAINED_RESIDUAL
+        at_logits = logit_gradients(first, wrong)
+        assert at_logits is not None
+        assert residual(first, wrong, at_logits, of_logits=True) > 2 * EXPLAINED_RESIDUAL
 
 
 def test_a_head_of_zeros_proves_nothing_in_one_step(tiny_model: Model, crops: Tensor) -> None:
@@ -178,6 +188,105 @@ def test_the_target_is_that_of_the_client(tiny_model: Model, crops: Tensor, clie
     assert shown is not None
     torch.testing.assert_close(shown, y.double(), atol=1e-4, rtol=0)
     assert residual(seen, crops[:1].double(), shown) < 1e-3 < EXPLAINED_RESIDUAL < residual(seen, crops[:1].double(), 1)
+
+
+def own_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss that privlab does not know: a hinge of one class against all others."""
+    right = logits.gather(1, targets[:, None])
+    return (1 - right + logits).clamp(min=0).square().mean()
+
+
+SOFT = torch.tensor([[0.0, 0.7, 0.3]])
+TARGETS: dict[str, tuple[Client, Tensor, Tensor | None]] = {
+    "cross-entropy": (Client(), torch.tensor([1]), torch.tensor([[0.0, 1.0, 0.0]])),
+    "soft labels": (Client(), SOFT, SOFT),
+    "smoothed": (Client(label_smoothing=0.3), torch.tensor([1]), torch.tensor([[0.1, 0.8, 0.1]])),
+    "class weights": (
+        Client(class_weights=(1.0, 5.0, 0.1)),
+        torch.tensor([1]),
+        torch.tensor([[0.0, 1.0, 0.0]]),
+    ),
+    "focal": (Client(loss="focal", gamma=3.0), torch.tensor([1]), torch.tensor([[0.0, 1.0, 0.0]])),
+    "binary": (Client(loss="binary"), torch.tensor([[1.0, 0, 1]]), torch.tensor([[1.0, 0, 1]])),
+    "positive weights": (
+        Client(loss="binary", pos_weight=(9.0, 0.1, 3.0)),
+        torch.tensor([[1.0, 0, 1]]),
+        torch.tensor([[1.0, 0, 1]]),
+    ),
+    "binary focal": (
+        Client(loss="binary-focal", alpha=0.25),
+        torch.tensor([[1.0, 0, 1]]),
+        torch.tensor([[1.0, 0, 1]]),
+    ),
+    "squared": (Client(loss="regression"), torch.tensor([[0.3, -2.0, 7.0]]), torch.tensor([[0.3, -2.0, 7.0]])),
+    "smooth": (Client(loss="smooth-l1"), torch.tensor([[-0.3, -0.2, 0.1]]), torch.tensor([[-0.3, -0.2, 0.1]])),
+    "smooth, far": (Client(loss="smooth-l1"), torch.tensor([[0.3, -9.0, 0.1]]), None),
+    "absolute": (Client(loss="l1"), torch.tensor([[0.3, -2.0, 7.0]]), None),
+    "one number": (Client(loss="regression"), torch.tensor([[4.5]]), torch.tensor([[4.5]])),
+    "one number, absolute": (Client(loss="l1"), torch.tensor([[4.5]]), None),
+    "contrastive": (Client(loss="contrastive"), torch.tensor([0]), None),
+    "dino": (Client(loss="dino"), torch.tensor([0]), None),
+    "a function": (Client(loss=own_loss), torch.tensor([1]), None),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_image_is_certified_whatever_the_loss_is(tiny_model: Model, crops: Tensor, name: str) -> None:
+    """And whatever loss and rate are stated; a wrong image is not. The target is solved for if the loss is stated."""
+    client, given, target = TARGETS[name]
+    model, image = tiny_model(num_classes=given.shape[1] if given.ndim == 2 else 3), crops[60:61].double()
+    if given.ndim == 2:
+        given = given.double()
+    seen = observe_updates(model, replace(client, lr=0.05), [ClientData(image, given, torch.Generator())])
+    for stated in (client, Client(), Client(loss="binary", momentum=0.9), Client(loss="l1", weight_decay=0.0)):
+        one = replace(seen, client=replace(stated, lr=0.01))
+        for x, right in ((image, True), (crops[200:201].double(), False)):
+            h = logit_gradients(one, x)
+            assert h is not None
+            assert (residual(one, x, h, of_logits=True) < 1e-4) == right
+            assert (residual(one, x, h, of_logits=True) < 2 * EXPLAINED_RESIDUAL) == right
+    if target is not None:
+        shown = soft_targets(seen, image)
+        assert shown is not None
+        torch.testing.assert_close(shown, target.double(), atol=1e-4, rtol=0)
+
+
+def test_the_weight_of_the_head_shows_the_gradient_at_the_logits_without_its_bias(
+    tiny_model: Model, crops: Tensor
+) -> None:
+    model, image = tiny_model(), crops[60:61].double()
+    (seen,) = sent(model, image, [3], Client(lr=0.05))
+    of_bias = logit_gradients(seen, image)
+    held = {name: u for name, u in seen.gradients.items() if name != "head.bias"}
+    of_weight = logit_gradients(replace(seen, gradients=held), image)
+    assert of_bias is not None
+    assert of_weight is not None
+    torch.testing.assert_close(of_weight, of_bias)
+    without = {name: u for name, u in held.items() if name != "head.weight"}
+    assert logit_gradients(replace(seen, gradients=without), image) is None
+
+
+@pytest.mark.parametrize("name", ["squared", "positive weights", "focal", "one number", "binary focal"])
+def test_several_steps_on_one_image_need_the_loss(tiny_model: Model, crops: Tensor, name: str) -> None:
+    client, given, target = TARGETS[name]
+    client, given = replace(client, lr=0.02, steps=3), given.double() if given.ndim == 2 else given
+    assert target is not None
+    model, image = tiny_model(num_classes=target.shape[1]), crops[60:61].double()
+    seen = observe_updates(model, client, [ClientData(image, given, torch.Generator())])
+    shown = soft_targets(seen, image)
+    assert shown is not None
+    torch.testing.assert_close(shown, target.double(), atol=1e-3, rtol=0)
+    assert residual(seen, image, shown) < 1e-3
+    assert residual(seen, crops[200:201].double(), shown) > 2 * EXPLAINED_RESIDUAL
+    h = logit_gradients(seen, image)  # those of the mean step, which no step has
+    assert h is not None
+    assert residual(seen, image, h, of_logits=True) > residual(seen, image, shown)
+
+
+def test_several_images_in_several_steps_are_not_solved_for(tiny_model: Model, crops: Tensor) -> None:
+    client = Client(lr=0.02, steps=2, images=2, batch_size=2)
+    data = ClientData(crops[:2].double(), torch.tensor([0, 1]), torch.Generator())
+    assert logit_gradients(observe_updates(tiny_model(), client, [data]), crops[:2].double()) is None
 
 
 def test_a_target_holds_the_smoothing_already(tiny_model: Model, crops: Tensor) -> None:

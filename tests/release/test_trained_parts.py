@@ -8,9 +8,9 @@ import torch
 from torch import Generator, Tensor
 
 from privlab.attacks import QkvSpan
-from privlab.base import PrivlabError, PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, configure, options_of
 from privlab.defenses import PercentilePrivacy
-from privlab.release import GradientFile, run_client, update_on
+from privlab.release import GradientFile, run_client, trained_parameters, update_on
 from privlab.release.explained import residual
 from privlab.release.update_files import update_observation
 from privlab.threat import Client, ClientData, Observation
@@ -57,7 +57,7 @@ def test_what_moved_is_what_the_client_trained_and_is_trained_again(
     seen = observed(model, crops[:1], trained)
     client = seen.client
     assert client is not None
-    assert {*client.trains.split(",")} == {*TRAINED[trained].split(",")}
+    assert {*client.patterns} == {*TRAINED[trained].split(",")}
     names = {name for name, _ in model.vit.named_parameters()}
     chosen = {name for name in names if Client(trains=trained).chooses(name)}
     assert seen.gradients.keys() == chosen
@@ -118,15 +118,15 @@ def test_merged_adapters_are_named_and_are_no_gradients(tiny_model: Model, crops
     with pytest.warns(PrivlabWarning, match=r"2.*most.*LoRA"):
         _, seen = update_observation(merged, model, Client(lr=0.1))
     assert seen.client is not None
-    assert {*seen.client.trains.split(",")} == {QKV, "head.*"}
+    assert {*seen.client.patterns} == {QKV, "head.*"}
     assert QkvSpan().beyond(seen) == "rank 2 < N + 1 = 5"
     with pytest.warns(PrivlabWarning, match="parameters moved") as said:
         observed(model, crops[:1, :, :8, :8], QKV, steps=1)
     assert "LoRA" not in str(said[0].message)
 
 
-@pytest.mark.parametrize("trains", ["attentoin", "head.*,", "head weight", ""])
-def test_other_names_of_sets_are_refused(trains: str) -> None:
+@pytest.mark.parametrize("trains", ["attentoin", "head.*,", "head weight", "", (), ("head.*", "attention")])
+def test_other_names_of_sets_are_refused(trains: str | tuple[str, ...]) -> None:
     with pytest.raises(PrivlabError, match="set of trained parameters"):
         Client(trains=trains)
 
@@ -137,3 +137,18 @@ def test_an_update_of_nothing_that_is_trained_is_one_line(tiny_model: Model, cro
     nothing = GradientFile("update", {name: torch.zeros_like(u) for name, u in file.gradients.items()}, 1, "mean")
     with pytest.raises(PrivlabError, match="nothing"):
         update_observation(nothing, model, Client())
+
+
+def test_a_tuple_of_patterns_is_the_text_with_commas(tiny_model: Model) -> None:
+    client = Client(trains=("blocks.1.*", "head.*"))
+    assert client == Client(trains="blocks.1.*,head.*")
+    assert configure(Client, options_of(client)) == client
+    names = trained_parameters(tiny_model(), client)
+    assert {name.partition(".")[0] for name in names} == {"blocks", "head"}
+
+
+def test_a_pattern_that_matches_nothing_is_one_line_with_the_names(tiny_model: Model) -> None:
+    with pytest.raises(PrivlabError, match=r"'blocks\.2\.\*'.*pos_embed.*blocks\.\*\.attn\.qkv\.weight") as found:
+        trained_parameters(tiny_model(), Client(trains="head.*,blocks.2.*"))
+    assert "\n" not in str(found.value)
+    assert trained_parameters(tiny_model(), Client(trains="unk_embed,head.*"))[0].startswith("head")

@@ -43,6 +43,24 @@ def test_an_image_of_a_mixed_label_is_proven_by_what_it_gives(tiny_model: Model,
     assert certify(replace(seen, grants=frozenset()), image, 1).residual is None
 
 
+@pytest.mark.parametrize("released", ["update", "gradient"])
+def test_images_of_a_batch_are_proven_whatever_the_loss_is(tiny_model: Model, crops: Tensor, released: str) -> None:
+    """Weights of classes that are not stated give each image its own share of the step."""
+    model, images = tiny_model(num_classes=4), off_levels(crops[[10, 150, 300]]).to(tiny_model().mean)
+    several, one = torch.tensor([[1.0, 0, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]]), torch.tensor([1, 0, 3])
+    stated = Client(lr=0.05, images=3, batch_size=3)
+    for true, targets in (
+        (replace(stated, loss="binary", pos_weight=(3.0, 0.5, 1.0, 7.0)), several.to(model.mean)),
+        (replace(stated, class_weights=(9.0, 0.1, 1.0, 3.0)), one),
+        (replace(stated, loss="focal"), one),
+        (replace(stated, loss="l1"), 9 * several.to(model.mean)),
+    ):
+        seen = replace(sent(model, images, targets, true), client=stated)
+        seen = seen if released == "update" else as_gradients(seen)
+        assert certify(seen, images[[2, 0, 1]]).proof == released
+        assert certify(seen, images[[2, 0, 0]]).explained is False
+
+
 def test_images_of_a_batch_are_proven_together(tiny_model: Model, crops: Tensor) -> None:
     model, client = tiny_model(), Client(lr=0.05, images=3, batch_size=3)
     images = off_levels(crops[[10, 150, 300]]).to(model.mean)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabWarning, collect_warnings
 from privlab.release import is_explained, observe_updates
+from privlab.release.labels import label_of_update
 from privlab.runs.update_diagnosis import UpdateDiagnosis
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
@@ -92,6 +93,49 @@ def test_what_is_not_stated_is_fitted_and_said(tiny_model: Model, crops: Tensor,
     assert {c: round(share, 2) for c, share in label.items()} == pytest.approx(of_label, abs=0.01)
     assert settings == pytest.approx({k: v for k, v in expected.items() if k != "label"})
     assert ["fitted to the update" in line for line in said] == [True] * bool(expected)
+
+
+SEVERAL = of(c1=1, c4=1)
+WEIGHTS = (1.0, 9.0, 1.0, 1.0, 0.25, 1.0)
+LOSSES: dict[str, tuple[Client, Client, int | Tensor, dict[str, Any] | None]] = {
+    "several labels": (SGD, replace(SGD, loss="binary"), SEVERAL, {"loss": "binary", "label": {1: 1.0, 4: 1.0}}),
+    "positive weights": (
+        replace(SGD, loss="binary"),
+        replace(SGD, loss="binary", pos_weight=WEIGHTS),
+        SEVERAL,
+        {"pos_weight": WEIGHTS, "label": {1: 1.0, 4: 1.0}},
+    ),
+    "one label": (replace(SGD, loss="binary"), SGD, 3, {"loss": "cross-entropy"}),
+    "class weights": (SGD, replace(SGD, class_weights=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)), 3, {}),
+    "binary focal": (SGD, replace(SGD, loss="binary-focal"), SEVERAL, None),
+    "numbers": (SGD, replace(SGD, loss="regression"), torch.tensor([0.5, -3.0, 2.0, 8.0, 1.0, 0.0]), None),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_not_stated_is_fitted_or_left_open(tiny_model: Model, crops: Tensor, name: str) -> None:
+    """Where no target of a loss that is tried fits, the image explains the update all the same."""
+    stated, true, target, expected = LOSSES[name]
+    seen = replace(update_of(tiny_model(num_classes=CLASSES).float(), true, crops[:1], target), client=stated)
+    label = label_of_update(seen)
+    assert label is not None
+    diagnosis = UpdateDiagnosis(seen, label, "files")
+    with collect_warnings([]):
+        found = diagnosis.fitted()
+    assert diagnosis.of_any_loss
+    if expected is None:
+        assert found is None
+        assert diagnosis.why_unexplained() is None
+    else:
+        assert found is not None
+        assert found.settings(stated) == expected
+
+
+def test_an_image_that_explains_nothing_is_of_no_loss(tiny_model: Model, crops: Tensor) -> None:
+    seen = update_of(tiny_model(num_classes=CLASSES).float(), SGD, crops[:1])
+    draw = torch.Generator().manual_seed(0)
+    noisy = {name: u + u.std() * torch.randn(u.shape, generator=draw) for name, u in seen.gradients.items()}
+    assert not UpdateDiagnosis(replace(seen, gradients=noisy), 3, "files").of_any_loss
 
 
 @pytest.mark.parametrize("times", [0.1, 10])

@@ -156,6 +156,8 @@ def origins(facts: Mapping[str, Any], spec: Case) -> list[str]:
     several = spec.released == "gradients" and spec.release.images > 1
     chosen += [f"{spec.release.images} images in one gradient"] if several else []
     chosen += [] if spec.client is None else [_client_text(spec.client)]
+    own_loss = facts.get("specification", {}).get("own_loss")  # a function, which a run on disk does not have
+    chosen += [] if own_loss is None else [f"loss {own_loss['name']}"]
     chosen += [f"features after block {spec.cut_layer}"] if spec.cut_layer else []
     chosen += ["FORCED: attacks run where their formulas do not hold"] if spec.adversary.force else []
     lines = []
@@ -171,7 +173,8 @@ def origins(facts: Mapping[str, Any], spec: Case) -> list[str]:
 def _client_text(client: Client) -> str:
     """Return a client's steps, optimiser, rate and images, and its other settings that are not the defaults."""
     usual = Client(optimiser=client.optimiser)
-    others = {name: value for name, value in vars(client).items() if name not in ("optimiser", "steps", "epochs")}
+    settings = vars(client) | ({} if isinstance(client.loss, str) else {"loss": "cross-entropy"})
+    others = {name: value for name, value in settings.items() if name not in ("optimiser", "steps", "epochs")}
     shown = (
         f"{name} {value}" for name, value in others.items() if name in ("lr", "images") or value != getattr(usual, name)
     )
