@@ -34,7 +34,7 @@ def store() -> None:
 @_DIRECTORY
 @shared.common
 def check(directory: Path, as_json: bool) -> int:
-    """Check every part of a run; set aside what is damaged or foreign, and report contradictions."""
+    """Check every part of a run, and report what is damaged, foreign or contradictory."""
     from privlab.base import collect_warnings
     from privlab.stores import check as checked
 

@@ -23,10 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base import PrivlabError, warn, write_whole
+from privlab.base import PrivlabError, read_bytes, read_json, refuse_links, warn, write_whole
 from privlab.release.given import session_folders
 
 _FORMAT, _VERSION = "privlab-recording", 1
+_MOST_BYTES = 2**31
+"""The most bytes of one recorded batch, which came as two messages of gRPC."""
 Kind = Literal["step", "infer"]
 
 
@@ -116,6 +118,7 @@ def recorded_sessions(folder: Path) -> dict[str, dict[str, Any]]:
         PrivlabError: if there is no recording, or it has another version.
     """
     paths = session_folders(folder)
+    refuse_links(folder)
     return {str(path): _about(path / "session.json") for path in paths}
 
 
@@ -159,10 +162,10 @@ def _files(folder: Path, kind: Kind) -> list[tuple[int, Path]]:
 
 
 def _about(path: Path) -> dict[str, Any]:
+    about = read_json(path, "recording")
     try:
-        about = json.loads(path.read_bytes())
         found = about["format"], about["version"], about["session"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except KeyError as error:
         raise PrivlabError(f"'{path}' cannot be read as a recording: {type(error).__name__}: {error}.") from error
     if found[:2] != (_FORMAT, _VERSION):
         raise PrivlabError(f"'{path}' must be {_FORMAT}, version {_VERSION}. Found {found[0]}, version {found[1]}.")
@@ -171,7 +174,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 def _batch(session: str, kind: Kind, number: int, path: Path) -> Recorded | None:
     try:
-        tensors = load(path.read_bytes())
+        tensors = load(read_bytes(path, "recording", _MOST_BYTES))
         features, gradient = tensors["features"], tensors.get("gradient")
         for tensor in (features, features if gradient is None else gradient):
             if tensor.ndim != 3 or tensor.dtype not in (torch.float32, torch.float64):

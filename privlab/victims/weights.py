@@ -21,13 +21,16 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, first, warn
+from privlab.base import PrivlabError, check_archive, check_file, first, most_unpacked, warn
 from privlab.victims.anatomy import Vit
 from privlab.victims.layouts import State, by_order, choose
 from privlab.victims.names import check_weights_file
 
 _ALLOWED: list[Any] = [argparse.Namespace, np.dtype, type(np.dtype("float64")), type(np.dtype("int64")), _scalar]
 """Classes that checkpoints hold beside tensors, such as the arguments of timm's training script: they run no code."""
+
+_MOST_ENTRIES = 2**20
+"""The most entries of a checkpoint's tables and lists, each counted as often as it is held."""
 
 
 class WeightsUnavailable(PrivlabError):
@@ -95,6 +98,8 @@ def _content(path: Path) -> object:
     Raises:
         PrivlabError: if it cannot be read, or holds code.
     """
+    size = check_file(path, "weights")
+    check_archive(path, "weights")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -103,15 +108,40 @@ def _content(path: Path) -> object:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         with warnings.catch_warnings(), torch.serialization.safe_globals(_ALLOWED):
             warnings.simplefilter("ignore")  # torch either reads or refuses a file that it warns of
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            _check_size(content, size)
+            return content
     except pickle.UnpicklingError as error:
         raise PrivlabError(
             f"'{path}' is refused: it holds code or is no torch file, and privlab reads tensors only. "
             "Save its state_dict as safetensors."
         ) from error
-    except Exception as error:  # on a damaged file, torch raises nearly anything
+    except Exception as error:  # on a damaged file, torch and NumPy raise nearly anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({reason}).") from error
+
+
+def _check_size(content: object, size: int) -> None:
+    """Check that what a pickle holds is not far larger than its file of `size` bytes.
+
+    A view repeats one number, and a table that is in itself many times, or without end, takes a few bytes.
+
+    Raises:
+        ValueError: if it is.
+    """
+    pending, entries, held = [content], 0, 0
+    while pending:
+        entries += 1
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            held += value.numel() * value.element_size()
+        elif isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, list | tuple | set):
+            pending += value
+        if entries + len(pending) > _MOST_ENTRIES or held > most_unpacked(size):
+            most = f"{_MOST_ENTRIES} entries or {most_unpacked(size)} bytes"
+            raise ValueError(f"its {size} bytes stand for more than {most}")
 
 
 def fit(vit: Vit, state: State, source: str, *, resize: bool = False) -> None:

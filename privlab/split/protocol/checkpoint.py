@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from privlab.base import PrivlabError, write_whole
+from privlab.base import PrivlabError, check_file, parse_json, write_whole
 
 _FORMAT = "privlab-split/1"
 
@@ -55,13 +55,15 @@ def read(path: Path, *, only_facts: bool = False) -> tuple[dict[str, Tensor], di
     Raises:
         PrivlabError: if the file is missing, incomplete, or of another kind.
     """
+    check_file(path, "checkpoint")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise PrivlabError(f"'{path}' is no checkpoint of split learning: expected format {_FORMAT}.")
             names = [] if only_facts else file.keys()
-            return {name: file.get_tensor(name) for name in names}, json.loads(metadata["facts"])
+            facts = parse_json(metadata["facts"], "what it states")
+            return {name: file.get_tensor(name) for name in names}, facts
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, PrivlabError):
             raise

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from privlab.base import PrivlabError, first, write_whole
+from privlab.base import PrivlabError, first, read_bytes, write_whole
 
 _LEAST_CHARACTERS = 32
 """The fewest characters of a token, so that it cannot be guessed."""
@@ -48,12 +48,12 @@ def read_token(path: Path) -> str:
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
-        text = path.read_text("ascii").strip()
+        text = read_bytes(path, "token file").decode("ascii").strip()
     except FileNotFoundError:
         raise PrivlabError(
             f"There is no token file '{path}': `privlab split serve` makes it; bring a copy, or give --token-file."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PrivlabError(f"The token file '{path}' cannot be read: {error}.") from error
     if mode & 0o077:
         raise PrivlabError(f"The token file '{path}' must have mode 0600. Found {mode:04o}: chmod 600 it.")
@@ -178,10 +178,7 @@ def _authority(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise PrivlabError(f"The TLS file '{path}' cannot be read: {error.strerror}.") from error
+    return read_bytes(path, "TLS file")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[Path]:
