@@ -65,6 +65,7 @@ from .streams import OutputClosed as OutputClosed
 from .streams import Stream as Stream
 from .streams import end_streams as end_streams
 from .streams import prepare_streams as prepare_streams
+from .streams import printable as printable
 from .warnings import PrivlabWarning as PrivlabWarning
 from .warnings import collect_warnings as collect_warnings
 from .warnings import warn as warn

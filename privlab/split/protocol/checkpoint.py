@@ -1,6 +1,8 @@
 """Tensors and facts on disk as one safetensors file, which is complete or absent and readable by its owner alone."""
 
 import json
+import os
+import stat
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,15 @@ def private_folder(path: Path) -> Path:
     """Make a folder that its owner alone may enter, or return the one that exists.
 
     Raises:
-        PrivlabError: if it cannot be made.
+        PrivlabError: if it cannot be made, or others may enter the one that exists.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise PrivlabError(f"The folder '{path}' cannot be made: {error.strerror}. Give another.") from error
+    if os.name == "posix" and mode & 0o077:
+        raise PrivlabError(f"The folder '{path}' must have mode 0700. Found {mode:04o}: chmod 700 it, or give another.")
     return path
 
 

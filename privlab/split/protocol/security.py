@@ -19,7 +19,8 @@ from privlab.base import PrivlabError, first, read_bytes, write_whole
 
 _LEAST_CHARACTERS = 32
 """The fewest characters of a token, so that it cannot be guessed."""
-_OPEN_TO_ALL = "/grpc.health.v1.Health/Check"
+HEALTH = "/grpc.health.v1.Health/Check"
+"""The one method that needs no token."""
 
 
 def make_token(path: Path) -> str:
@@ -78,7 +79,7 @@ class RequireToken(grpc.ServerInterceptor):
         metadata: dict[str, Any] = dict(getattr(handler_call_details, "invocation_metadata", None) or ())
         given = metadata.get("authorization")
         known = given is not None and hmac.compare_digest(str(given).encode(), self._expected)
-        if known or getattr(handler_call_details, "method", "") == _OPEN_TO_ALL:
+        if known or getattr(handler_call_details, "method", "") == HEALTH:
             return continuation(handler_call_details)
         found = "No bearer" if given is None else "Wrong"
 
