@@ -209,15 +209,19 @@ def _rows(file: "ParquetFile", columns: Sequence[str], size: int) -> "Table":
     """
     import pyarrow as pa
 
-    stated = file.metadata
+    stated, names = file.metadata, [name for name in columns if name not in IMAGE_COLUMNS]
     groups = [stated.row_group(i) for i in range(stated.num_row_groups)]
-    values = max((g.column(i).num_values for g in groups for i in range(g.num_columns)), default=0)
+    values = 0
+    if names:
+        file.scan_contents(names)  # where it is damaged, this raises; what reads the counts would end the process
+        leaves = [i for i in range(len(file.schema)) if file.schema.column(i).path.partition(".")[0] in names]
+        values = max((group.column(i).num_values for group in groups for i in leaves), default=0)
     if max(stated.num_rows, values) > _MOST_ROWS:
         raise pa.ArrowInvalid(f"it states {max(stated.num_rows, values)} values; at most {_MOST_ROWS} are read")
     if sum(group.total_byte_size for group in groups) > most_unpacked(size):
         raise pa.ArrowInvalid(f"its {size} bytes would unpack to more than {most_unpacked(size)}")
     batches, held = [], 0
-    largest = max((g.column(i).total_uncompressed_size for g in groups for i in range(g.num_columns)), default=0)
+    largest = max((group.total_byte_size for group in groups), default=0)
     rows_at_once = min(max(1, 2**30 // max(1, largest)), 256)  # were each of them the largest value, they took 1 GiB
     for batch in file.iter_batches(rows_at_once, columns=[*columns]):
         held += batch.nbytes
