@@ -15,9 +15,7 @@ from .errors import memory_ended as memory_ended
 from .errors import unknown_name as unknown_name
 from .files import UNFINISHED as UNFINISHED
 from .files import delete_unfinished as delete_unfinished
-from .files import parse_toml as parse_toml
 from .files import plain_data as plain_data
-from .files import read_text as read_text
 from .files import sha256_of as sha256_of
 from .files import sync as sync
 from .files import unwritable as unwritable
@@ -45,6 +43,16 @@ from .precision import gradients_enabled as gradients_enabled
 from .precision import int8_step as int8_step
 from .precision import to_int8 as to_int8
 from .precision import without_tf32 as without_tf32
+from .reading import check_archive as check_archive
+from .reading import check_file as check_file
+from .reading import most_unpacked as most_unpacked
+from .reading import open_file as open_file
+from .reading import parse_json as parse_json
+from .reading import parse_toml as parse_toml
+from .reading import read_bytes as read_bytes
+from .reading import read_json as read_json
+from .reading import read_text as read_text
+from .reading import refuse_links as refuse_links
 from .rng import draw_for as draw_for
 from .sources import LAST as LAST
 from .sources import ClassSource as ClassSource
@@ -58,6 +66,7 @@ from .streams import OutputClosed as OutputClosed
 from .streams import Stream as Stream
 from .streams import end_streams as end_streams
 from .streams import prepare_streams as prepare_streams
+from .streams import printable as printable
 from .warnings import PrivlabWarning as PrivlabWarning
 from .warnings import collect_warnings as collect_warnings
 from .warnings import warn as warn

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, their hashes, and what TOML and JSON hold."""
+"""Files that are written whole or not at all, their hashes, and what JSON can hold."""
 
 import errno
 import hashlib
@@ -6,15 +6,14 @@ import math
 import os
 import platform
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from privlab.base.errors import PrivlabError
+from privlab.base.reading import open_file
 
 UNFINISHED = ".tmp-"
 """How the name of a file begins that is being written."""
@@ -41,8 +40,8 @@ def write_whole(
     temporary = path.with_name(f"{UNFINISHED}{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
     try:
         path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
-        if private:
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)  # never a file that is there
+        os.close(os.open(temporary, flags, 0o600 if private else 0o666))
         write(temporary)
         if private:
             temporary.chmod(0o600)
@@ -116,39 +115,10 @@ def unwritable(path: Path, error: OSError, place: str = "--out") -> PrivlabError
     return PrivlabError(f"'{path}' cannot be written: {reason}. Give another {place}.")
 
 
-def read_text(path: Path, what: str) -> str:
-    """Return the text of a file in UTF-8, whatever its line ends are, without the mark that Windows writes first.
-
-    Args:
-        path: path of the file.
-        what: the word for it in the error, such as "experiment".
-
-    Raises:
-        PrivlabError: if there is no such file, or it cannot be read.
-    """
-    try:
-        return path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PrivlabError(f"Cannot read the {what} '{path}': {reason}.") from None
-
-
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a regular file, in hex."""
+    with open_file(path, "file") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the contents of a text in TOML.
-
-    Raises:
-        PrivlabError: if it is none; the message begins with `where`.
-    """
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PrivlabError(f"{where} is no TOML: {error}.") from None
 
 
 def plain_data(value: object) -> object:

@@ -7,6 +7,7 @@ when everything is on disk.
 import codecs
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,25 @@ from typing import TextIO
 
 from privlab.base.errors import PrivlabError
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that move the cursor, or change colours, the title or the direction of writing; no line end or tab."""
+_LONGEST = 2000
+
 CLOSED = 141
 """Exit status where nobody reads standard output any more: what a shell says of a program that SIGPIPE ended."""
+
+
+def printable(text: str, longest: int | None = _LONGEST) -> str:
+    """Return a text for a terminal, whoever wrote it: control characters are escaped, and each line is cut.
+
+    Args:
+        text: any text; its lines keep their ends.
+        longest: the most characters of a line; None for any number.
+    """
+    if longest is not None and len(text) > longest:
+        lines = (line if len(line) <= longest else f"{line[:longest]}…" for line in text.split("\n"))
+        text = "\n".join(lines)
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class OutputClosed(Exception):

@@ -194,9 +194,9 @@ def _report(run: "Run", as_json: bool) -> int:
             shared.print_text(f"reference: {reference}")
         for flag in flags:
             shared.print_text(f"flag: {flag}")
-        click.echo(f"run: {run.path}")
+        shared.echo(f"run: {run.path}")
         if (pictures := run.path / ("strips" if kind == "batches" else "pictures")).exists():
-            click.echo(f"images: {pictures}")
+            shared.echo(f"images: {pictures}")
     for reason in dict.fromkeys(failed):
         shared.err.print(f"Failed: {reason}", style="red", markup=False)
     return 2 if failed else 0

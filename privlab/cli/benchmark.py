@@ -8,7 +8,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from privlab.cli.common import Commands, common, err, print_either, print_json, print_paths, print_table
+from privlab.cli.common import Commands, common, echo, err, print_either, print_json, print_paths, print_table
 from privlab.cli.names import FROM_ZERO, PART, PATH, POSITIVE, VICTIM, WEIGHTS
 
 _WEIGHTS = click.option(
@@ -143,14 +143,14 @@ def submit(
         print_json(told | {"judged": judged})
         return
     for name, each in ({"": judged} if "verdict" in judged else judged).items():
-        click.echo(f"{name + ': ' if name else ''}{each['why']}")
+        echo(f"{name + ': ' if name else ''}{each['why']}")
         score, by = each["worst"].get(each["leakiest"]), " and ".join(each["by"])
         if score is not None and score["mean"] is not None:
             unit = of_track(result.card.track).unit
-            click.echo(f"worst case by photograph: {score['mean']:.2f}{unit}, case '{each['leakiest']}', by {by}")
+            echo(f"worst case by photograph: {score['mean']:.2f}{unit}, case '{each['leakiest']}', by {by}")
     for each in failed:
-        click.echo(f"unreliable: admission, {each['name']}: {each['text']}")
-    click.echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")
+        echo(f"unreliable: admission, {each['name']}: {each['text']}")
+    echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")
 
 
 @benchmark.command()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -22,7 +23,7 @@ from rich.protocol import rich_cast
 from rich.table import Column, Table
 from rich.text import Text
 
-from privlab.base import Stream, plain_data, unwritable
+from privlab.base import Stream, plain_data, printable, unwritable
 from privlab.cli.options import debug, json_
 from privlab.evaluation.names import check_stated
 from privlab.experiments.tables.named import experiment_names
@@ -38,6 +39,9 @@ EXAMPLES: Mapping[str, list[str]] = tomllib.loads(
 """Whole command lines by the words of their command, without `privlab`; a test checks their options."""
 
 
+_BEYOND_ASCII = re.compile(r"[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters that JSON need not escape."""
+
 WIDTH = 80
 """The columns of a terminal that every reader has."""
 
@@ -49,7 +53,8 @@ class _Fitted(Console):
     """A console that escapes what its stream cannot write before a table is laid out, so that columns stay in line."""
 
     def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
-        """Return a text as the stream will write it."""
+        """Return a text as the stream will write it, without control characters of others."""
+        text = printable(text)
         return super().render_str(self.file.fitted(text) if isinstance(self.file, Stream) else text, **options)
 
 
@@ -79,6 +84,16 @@ class Commands(click.Group):
         """Write the names of the commands, each with its first sentence."""
         with formatter.section("Commands"):
             formatter.write_dl(self.command_list(ctx))
+
+
+def echo(text: object) -> None:
+    """Print lines to standard output, without control characters of others."""
+    click.echo(printable(str(text)))
+
+
+def echo_data(text: str) -> None:
+    """Print a text whose lines may have any length, such as CSV, as `echo` does; it has its own line end."""
+    click.echo(printable(text, longest=None), nl=False)
 
 
 def all_of(*options: Decorator) -> Decorator:
@@ -293,7 +308,8 @@ def print_fitted(shown: RenderableType) -> None:
 
 def print_json(value: object) -> None:
     """Print data to standard output as JSON, as `plain_data` has it; γ is escaped where the output is not UTF-8."""
-    click.echo(json.dumps(plain_data(value), indent=2, ensure_ascii=not Console().encoding.startswith("utf")))
+    text = json.dumps(plain_data(value), indent=2, ensure_ascii=not Console().encoding.startswith("utf"))
+    click.echo(_BEYOND_ASCII.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_either(as_json: bool, data: object, *lines: object) -> None:
@@ -302,7 +318,7 @@ def print_either(as_json: bool, data: object, *lines: object) -> None:
         print_json(data)
         return
     for line in lines:
-        click.echo(line)
+        echo(line)
 
 
 def print_paths(paths: Iterable[object], as_json: bool) -> None:
@@ -377,7 +393,7 @@ def print_on_trained(command: str, *, machine: bool) -> None:
     if machine:
         err.print(line, markup=False)
     else:
-        click.echo(line)
+        echo(line)
 
 
 def _twins(victims: Iterable[str]) -> list[str]:

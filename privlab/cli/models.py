@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from privlab.cli.common import Commands, common, err, print_either, print_json, print_table, warned
@@ -31,7 +32,8 @@ def list_(as_json: bool) -> None:
     table = Table("model", "from", "architecture", "MB", "weights", "about", header_style="bold")
     for row in rows:
         size = "—" if row.bytes is None else f"{row.bytes / 1e6:.1f}"
-        table.add_row(row.name, row.origin, row.architecture, size, row.file or "not here", row.about)
+        cells = (row.name, row.origin, row.architecture, size, row.file or "not here", row.about)
+        table.add_row(*(escape(str(cell)) for cell in cells))
     print_table(table)
 
 
@@ -46,7 +48,8 @@ def show(name: str, as_json: bool) -> int:
     card_last = {name: value for name, value in facts.items() if name != "card"} | {"card": facts["card"]}
     print_either(as_json, facts, *_lines(card_last))
     if facts["matches"] is False:
-        err.print(f"Error: the weights of {name} are not those of the card: their SHA-256 differs.", style="red")
+        message = f"Error: the weights of {name} are not those of the card: their SHA-256 differs."
+        err.print(message, style="red", markup=False)
         return 2
     return 0
 

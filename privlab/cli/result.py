@@ -51,13 +51,13 @@ def print_result(
     elif (nothing := _nothing_left(run)) is not None:
         raise PrivlabError(f"{nothing} run: {run.path}")
     elif not (records.status == "ok").any():
-        click.echo(f"Nothing could be scored. run: {run.path}")
+        shared.echo(f"Nothing could be scored. run: {run.path}")
     else:
         shared.print_fitted(run.details() if details else run)
-        click.echo(f"run: {run.path}")
+        shared.echo(f"run: {run.path}")
     if not as_json:
         for line in admissions(spec):
-            click.echo(f"This defense comes from another package. To check that it does what it says: {line}")
+            shared.echo(f"This defense comes from another package. To check that it does what it says: {line}")
     untrained = records.victim[records.weights == "random"].unique()
     if len(untrained) and spec.victim.weights == "auto":
         shared.print_on_trained(shared.attack_on_trained(context, untrained), machine=as_json)

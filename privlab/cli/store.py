@@ -34,7 +34,7 @@ def store() -> None:
 @_DIRECTORY
 @shared.common
 def check(directory: Path, as_json: bool) -> int:
-    """Check every part of a run; set aside what is damaged or foreign, and report contradictions."""
+    """Check every part of a run, and report what is damaged, foreign or contradictory."""
     from privlab.base import collect_warnings
     from privlab.stores import check as checked
 
@@ -89,6 +89,7 @@ def _four_digits(value: object, whole: bool) -> object:
 def export(directory: Path, file: Path, as_json: bool) -> None:
     """Write all records, each once, into one FILE: .csv, .parquet or .json (one object a line)."""
     from privlab.base import write_whole
+    from privlab.report.tables.writers import csv_cell
     from privlab.stores import existing
 
     if file.suffix not in _SUFFIXES:
@@ -98,7 +99,9 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
     with shared.warned():
         frame = existing(directory).frame()
     writers = {
-        ".csv": lambda path: frame.to_csv(path, index=False),
+        ".csv": lambda path: frame.map(lambda value: csv_cell(value) if isinstance(value, str) else value).to_csv(
+            path, index=False
+        ),
         ".parquet": lambda path: frame.to_parquet(path, index=False),
         ".json": lambda path: path.write_text(_json_lines(frame), "utf-8"),
     }
@@ -262,7 +265,7 @@ def identify(
 
 def _start(row: dict[str, Any]) -> tuple[str, str, str, str]:
     count = str(row["images"]) if row["images"] == row["attacked"] else f"{row['images']} of {row['attacked']}"
-    return escape(row["case"]), row["attack"], count, "—" if row["psnr"] is None else f"{row['psnr']:.1f}"
+    return escape(row["case"]), escape(row["attack"]), count, "—" if row["psnr"] is None else f"{row['psnr']:.1f}"
 
 
 def _between(row: dict[str, Any]) -> str:

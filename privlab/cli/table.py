@@ -149,15 +149,15 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure:
         cost = [f"{row['seconds']:.0f} s" if row["seconds"] else "—"] if measure else []
         label = f"{row['group']} {row['label']}" if row["group"] else row["label"]
         shown.add_row(
-            *(escape(label), ", ".join(row["attacks"]), ", ".join(row["refused"])),
+            *(escape(label), escape(", ".join(row["attacks"])), escape(", ".join(row["refused"]))),
             *(str(row["images"]), str(row["done"]), *cost),
         )
     shared.print_table(shown)
     if seconds is None:
-        click.echo(f"{len(tasks)} tasks; --measure runs one image of each kind, and says what they cost")
+        shared.echo(f"{len(tasks)} tasks; --measure runs one image of each kind, and says what they cost")
         return
     minutes = f"{seconds / 60:.1f} min of one worker's time"
-    click.echo(f"{len(tasks)} tasks, about {minutes}, as measured on one image of each kind")
+    shared.echo(f"{len(tasks)} tasks, about {minutes}, as measured on one image of each kind")
 
 
 def _print_results(
@@ -167,12 +167,12 @@ def _print_results(
 
     results, table = run.results, run.details(all_attacks=all_attacks)
     if format_ is not None:
-        click.echo(table.render(format_, standalone=standalone), nl=False)
+        shared.echo_data(table.render(format_, standalone=standalone))
     elif not (results.records.status == "ok").any():
-        click.echo(f"Nothing could be scored. run: {results.path}")
+        shared.echo(f"Nothing could be scored. run: {results.path}")
     else:
         shared.print_fitted(table)
-        click.echo(f"run: {results.path}")
+        shared.echo(f"run: {results.path}")
     if other is not None:
         for moved in against(other, results) or ["No cell moved by more than its interval."]:
             click.echo(str(moved), err=True)

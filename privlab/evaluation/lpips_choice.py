@@ -38,9 +38,12 @@ def choose_lpips(
 
 def begun_lpips(begun: Mapping[str, Any]) -> str | None:
     """Return the metric that "lpips" stands for in the part of a run that `run.json` states; None if in none of it."""
-    jobs = (job for case in begun.get("cases", ()) for job in case["jobs"])
-    measured = {name for job in jobs for name in job["specification"]["metrics"]}
-    measured -= {*begun.get("missing_metrics", ())}
+    try:
+        jobs = (job for case in begun.get("cases", ()) for job in case["jobs"])
+        measured = {name for job in jobs for name in job["specification"]["metrics"]}
+        measured -= {*begun.get("missing_metrics", ())}
+    except (TypeError, KeyError, AttributeError):  # the run.json of another program
+        return None
     return next((name for name in ("lpips_alex", "lpips_squeeze") if name in measured), None)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -28,6 +29,11 @@ FIGURES: dict[str, str] = {
     "claim": "the paper's figure beside the worst case, as paired bars",
 }
 """The kinds of figure, each with what it shows."""
+
+_MOST_RUNS = 2**14
+"""The most runs of an experiment: cases by values of the grid, seeds and draws."""
+_IN_BATCH = ("client_batch", "gradient_batch", "client.batch_size")
+_MOST_IN_BATCH = 2**16
 
 CHOICE = ("limit", "every", "offset", "manifest")
 """The keys of `[run]` that choose images."""
@@ -226,7 +232,7 @@ def _figures(file: TomlFile, cases: Sequence[GridRow]) -> Iterator[Figure]:
 
 
 def _cases(file: TomlFile, shared: Mapping[str, Any], layout: Layout) -> Iterator[GridRow]:
-    grid, printed = file.data.get("grid", {}), _printed(file)
+    grid, printed, runs_in_all = file.data.get("grid", {}), _printed(file), 0
     for name, values in grid.items():
         if name in _TABLES["grid"] and not (isinstance(values, list) and values):
             raise file.refuse(f"{name} must be a list of the values to try. Found {values!r}.", "grid", 0, name)
@@ -237,6 +243,13 @@ def _cases(file: TomlFile, shared: Mapping[str, Any], layout: Layout) -> Iterato
             figures = _published(case.get("published", {}), file, printed)
         own = {name: value for name, value in case.items() if name in _RUN}
         varied = [name for name in grid if name not in own]
+        size = math.prod(len(grid[name]) for name in varied)
+        for name, default in (("seeds", [0]), ("draws", 1)):
+            value = own.get(name, shared.get(name, default))
+            size *= value if type(value) is int else len(value)
+        if (runs_in_all := runs_in_all + size) > _MOST_RUNS:
+            found = f"{runs_in_all} or more with the values of [grid], the seeds and the draws"
+            raise file.refuse(f"an experiment has at most {_MOST_RUNS} runs. Found {found}.", "case", number)
         for values in itertools.product(*(grid[name] for name in varied)):
             point = dict(zip(varied, values, strict=True)) | own
             label = case.get("label") or ", ".join(f"{name} {value}" for name, value in point.items())
@@ -254,10 +267,9 @@ def _printed(file: TomlFile) -> list[dict[str, str]]:
     if (name := file.data.get("paper", {}).get("file")) is None:
         return []
     try:
-        lines = (file.path.parent / name).read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise file.refuse(f"cannot read '{name}': {reason}.", "paper", 0, "file") from None
+        lines = read_text(file.path.parent / name, "paper's figures").splitlines()
+    except PrivlabError as error:
+        raise file.refuse(str(error), "paper", 0, "file") from None
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
@@ -289,6 +301,9 @@ def _runs(file: TomlFile, values: dict[str, Any], number: int, layout: Layout) -
     structure = [name for name in STRUCTURE if leaky and name not in layout.columns]
     metrics = _several(values.pop("metrics", [*layout.columns, *structure]))
     model, setting = values.pop("model"), values.pop("setting", "a")
+    for name in _IN_BATCH:
+        if type(values.get(name)) is int and values[name] > _MOST_IN_BATCH:
+            raise file.refuse(f"{name} must be at most {_MOST_IN_BATCH}. Found {values[name]}.", "case", number)
     seeds, draws, options = values.pop("seeds", [0]), values.pop("draws", 1), _several(values.pop("set", []))
     options += [f"{name}={_text(values.pop(name))}" for name in keys if name.startswith("client.")]
     values |= {"gamma": float(values["gamma"])} if "gamma" in values else {}

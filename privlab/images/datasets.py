@@ -7,12 +7,19 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from privlab.base import PrivlabError, check_name, unknown_name
+from privlab.base import PrivlabError, check_file, check_name, most_unpacked, unknown_name
 from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data, Spool
 from privlab.images.decode import one_line
 from privlab.images.targets import target_of
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+    from pyarrow.parquet import ParquetFile
+
+_MOST_ROWS = 2**21
+"""The most rows of a Parquet file, and the most values of a column in one of its row groups."""
 
 
 def torchvision(name: str, split: str | None = None) -> Data:
@@ -149,11 +156,14 @@ def parquet(path: Path, split: str | None = None, *, own_labels: bool = True) ->
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    size = check_file(path, "Parquet file")
     try:
-        table = pq.read_table(path)
+        file = pq.ParquetFile(path, memory_map=True)
+        found = file.schema_arrow.names
+        wanted = [name for name in found if name in (*IMAGE_COLUMNS, *LABEL_COLUMNS, "split")]
+        table = _rows(file, wanted, size)
     except (OSError, pa.ArrowException) as error:
         raise PrivlabError(f"'{path}' cannot be read as Parquet: {one_line(error)}.") from error
-    found = table.column_names
     column = next((name for name in IMAGE_COLUMNS if name in found), None)
     if column is None:
         raise PrivlabError(f"'{path}' has no column {', '.join(IMAGE_COLUMNS)} with images. Found {', '.join(found)}.")
@@ -167,7 +177,7 @@ def parquet(path: Path, split: str | None = None, *, own_labels: bool = True) ->
         table, column = table.flatten(), f"{column}.bytes"
     if not pa.types.is_binary(kind := table.schema.field(column).type) and not pa.types.is_large_binary(kind):
         raise PrivlabError(f"The column {column} of '{path}' holds {kind}, not bytes of images.")
-    images = table[column].combine_chunks()
+    images = table[column]
     label_column = next((name for name in LABEL_COLUMNS if name in found), None)
     values = [None] * len(images) if label_column is None else table[label_column].to_pylist()
     targets = [target_of(value) for value in values]
@@ -181,6 +191,45 @@ def parquet(path: Path, split: str | None = None, *, own_labels: bool = True) ->
     description = f"{len(images)} images of {prefix[:-1]}"
     items = [(content or b"", target) for content, target in zip(images.to_pylist(), targets, strict=True)]
     return Data(description, items, prefix, range(len(items)), container=path, turns=targets)
+
+
+def _rows(file: "ParquetFile", columns: Sequence[str], size: int) -> "Table":
+    """Return these columns of a Parquet file, of a bounded number of rows and bytes.
+
+    A value or a row that is there many times takes a few bytes of the file, so that batches of few rows are read until
+    they hold too much.
+
+    Args:
+        file: the opened file.
+        columns: the columns that are read.
+        size: the size of the file in bytes.
+
+    Raises:
+        pyarrow.ArrowInvalid: if there are too many rows or bytes.
+    """
+    import pyarrow as pa
+
+    stated, names = file.metadata, [name for name in columns if name not in IMAGE_COLUMNS]
+    groups = [stated.row_group(i) for i in range(stated.num_row_groups)]
+    values = 0
+    if names:
+        file.scan_contents(names)  # where it is damaged, this raises; what reads the counts would end the process
+        leaves = [i for i in range(len(file.schema)) if file.schema.column(i).path.partition(".")[0] in names]
+        values = max((group.column(i).num_values for group in groups for i in leaves), default=0)
+    if max(stated.num_rows, values) > _MOST_ROWS:
+        raise pa.ArrowInvalid(f"it states {max(stated.num_rows, values)} values; at most {_MOST_ROWS} are read")
+    if sum(group.total_byte_size for group in groups) > most_unpacked(size):
+        raise pa.ArrowInvalid(f"its {size} bytes would unpack to more than {most_unpacked(size)}")
+    batches, held = [], 0
+    largest = max((group.total_byte_size for group in groups), default=0)
+    rows_at_once = min(max(1, 2**30 // max(1, largest)), 256)  # were each of them the largest value, they took 1 GiB
+    for batch in file.iter_batches(rows_at_once, columns=[*columns]):
+        held += batch.nbytes
+        if held > most_unpacked(size):
+            raise pa.ArrowInvalid(f"its {size} bytes stand for more than {most_unpacked(size)}")
+        batches.append(batch)
+    schema = pa.schema([field for field in file.schema_arrow if field.name in columns])
+    return pa.Table.from_batches(batches, schema)
 
 
 @cache

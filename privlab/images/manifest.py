@@ -1,7 +1,6 @@
 """CSV files that name photographs one by one: their labels, and manifests with hash, label and membership of each."""
 
 import csv
-import hashlib
 import io
 import re
 from collections import Counter
@@ -12,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from privlab.base import PrivlabError, check_range, unknown_name
+from privlab.base import PrivlabError, check_range, read_bytes, sha256_of, unknown_name
 from privlab.images.data import Data
 from privlab.images.decode import LabelOrigin, NamedImage, Target, as_text, one_line
 from privlab.images.targets import target_of
@@ -20,6 +19,8 @@ from privlab.images.targets import target_of
 MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
 
+_MOST_BYTES = 2**28
+"""The most bytes of a manifest or a file of labels; those of ImageNet's training images have half as many."""
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _ORIGINS: Mapping[str, LabelOrigin] = {"folder": "folder", "file": "file", "dataset": "dataset", "none": "none"}
 _MOST_CHARACTERS = 60
@@ -81,9 +82,9 @@ def _target_of(cell: str, column: str, where: str) -> Target:
 def _table(path: Path, what: str) -> Iterator["csv.DictReader[str]"]:
     """Open a CSV file in UTF-8."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            yield csv.DictReader(file, strict=True)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = read_bytes(path, what, _MOST_BYTES).decode("utf-8-sig")
+        yield csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    except (UnicodeDecodeError, csv.Error) as error:
         raise PrivlabError(f"Cannot read the {what} '{path}': {one_line(error)}.") from None
 
 
@@ -180,7 +181,7 @@ def choose_images(data: Data, path: Path, *, check: bool = True) -> Data:
                 f"{path}, line {entry.line}: no image '{_short(entry.name)}' in {data.description}{such}. "
                 "Give the --images that the manifest was made for."
             )
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = sha256_of(path)
     described = f"{data.description}; {len(entries)} of them chosen by {path.name} (SHA-256 {digest[:16]})"
     chosen = data.choose([position_of[entry.name] for entry in entries])
 

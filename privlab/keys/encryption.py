@@ -8,7 +8,6 @@ ENC's metadata hold `privlab_format`, `privlab_key_id` (the commitment to the ke
 This is obfuscation: whoever has the public model that ENC was made from finds the key by assignment.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_file, parse_json
 from privlab.keys.algebra import ModelShape, apply_key, remove_key
 from privlab.keys.key_file import KeyFile, to_bytes, write_new
 from privlab.keys.layouts import VIT
@@ -233,6 +232,7 @@ def public_state(model: str) -> dict[str, Tensor]:
 
 
 def _metadata(path: Path) -> dict[str, str]:
+    check_file(path, "model")
     try:
         with safe_open(path, "pt") as file:
             return file.metadata() or {}
@@ -246,7 +246,7 @@ def _seal(path: Path, metadata: Mapping[str, str]) -> Seal | None:
     if metadata["privlab_format"] != FORMAT:
         raise PrivlabError(f"'{path}' has the format {metadata['privlab_format']}; this privlab reads {FORMAT}.")
     try:
-        shape = ModelShape(**json.loads(metadata["privlab_shape"]))
+        shape = ModelShape(**parse_json(metadata["privlab_shape"], "privlab_shape"))
         owner = metadata["privlab_owner"]
         return Seal(metadata["privlab_key_id"], shape, None if owner == _CLEAR else owner)
     except (KeyError, ValueError, TypeError) as error:

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base import PrivlabError, write_whole
+from privlab.base import PrivlabError, open_file, write_whole
 from privlab.keys.algebra import SPACES, ModelKey, ModelShape, check_fits, key_bits, residual_bits
 
 FORMAT = "privlab-key/1"
@@ -167,14 +167,14 @@ def _tensor_bytes(key: ModelKey) -> bytes:
 
 def _read_private(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        if not path.exists():
+            raise PrivlabError(f"No key file at '{path}'. `privlab keys new` makes one.")
+        with open_file(path, "key file", _MOST_BYTES) as file:
             status = os.fstat(file.fileno())
             if os.name == "posix" and status.st_mode & 0o077:
                 mode = f"{stat.S_IMODE(status.st_mode):03o}"
                 raise PrivlabError(f"Others may read the key file '{path}' (mode {mode}): run chmod 600 {path}")
             return file.read(_MOST_BYTES)
-    except FileNotFoundError as error:
-        raise PrivlabError(f"No key file at '{path}'. `privlab keys new` makes one.") from error
     except OSError as error:
         raise PrivlabError(f"The key file '{path}' cannot be read: {error.strerror}.") from error
 

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, parse_json, unknown_name
 from privlab.patches import patchify
 from privlab.victims import VictimModel, shipped_file
 
@@ -240,7 +240,7 @@ def load_predictor(path: Path, device: torch.device | str = "cpu") -> PositionPr
 def _load(path: Path, device: torch.device, *stamp: int) -> PositionPredictor:
     try:
         with safe_open(path, "pt") as file:
-            facts = json.loads((file.metadata() or {})["privlab"])
+            facts = parse_json((file.metadata() or {})["privlab"], "the description")
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         if facts["predictor"] not in PREDICTORS:
             raise unknown_name("position predictor", str(facts["predictor"]), PREDICTORS)

@@ -3,7 +3,6 @@
 A file may hold something else: an optimiser's difference of weights, signs, adapters, or the gradient of a head alone.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +14,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_range, first, warn
+from privlab.base import PrivlabError, check_file, check_range, first, parse_json, warn
 from privlab.release.capture import FORMAT, REDUCTIONS, VERSION
 from privlab.release.effects import AnyDefense
 from privlab.release.given import check_gradients
@@ -243,6 +242,7 @@ def observation(
 def _content(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file."""
     check_gradients(path)
+    check_file(path, "gradients")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -262,8 +262,8 @@ def _content(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _names(text: str) -> frozenset[str] | None:
     """Return the names in a JSON list; None if the text is no such list."""
     try:
-        names = json.loads(text)
-    except ValueError:
+        names = parse_json(text, "the list")
+    except PrivlabError:
         return None
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return frozenset(names) if is_list else None

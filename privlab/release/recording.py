@@ -11,6 +11,7 @@ holds the contract of the session, the server's model, and versions. Features co
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,10 +24,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base import PrivlabError, warn, write_whole
+from privlab.base import PrivlabError, read_bytes, read_json, refuse_links, warn, write_whole
 from privlab.release.given import session_folders
 
 _FORMAT, _VERSION = "privlab-recording", 1
+_MOST_BYTES = 2**31
+"""The most bytes of one recorded batch, which came as two messages of gRPC."""
 Kind = Literal["step", "infer"]
 
 
@@ -60,14 +63,24 @@ class Recorder:
         except OSError as error:
             raise PrivlabError(f"--record '{folder}' cannot be made: {error.strerror}. Give another.") from error
 
-    def session(self, name: str, facts: Mapping[str, Any]) -> "SessionRecorder":
-        """Return the recorder of a session, new or resumed."""
+    def session(self, name: str, facts: Mapping[str, Any], most: float = math.inf) -> "SessionRecorder":
+        """Return the recorder of a session, new or resumed.
+
+        Args:
+            name: the session's name, that of its folder.
+            facts: facts about the session, which its `session.json` states.
+            most: the most bytes that its recording takes on the disk.
+        """
         path = self._folder / name / "session.json"
         if not path.exists():
             started = datetime.now(UTC).isoformat(timespec="seconds")
             about = {"format": _FORMAT, "version": _VERSION, "session": name, "started": started}
             self.write(path, (json.dumps(about | dict(self._facts) | dict(facts), indent=2) + "\n").encode())
-        return SessionRecorder(self, path.parent)
+        return SessionRecorder(self, path.parent, most)
+
+    def stop_session(self, folder: Path, most: float) -> None:
+        """Say that nothing more of one session is recorded."""
+        self._on_stop(f"Recording of {folder.name} stopped at {most / 2**20:.0f} MiB (--max-disk); it goes on itself.")
 
     def write(self, path: Path, data: bytes) -> None:
         """Write one file, whole or not at all; after a failure, nothing more is written."""
@@ -84,8 +97,9 @@ class Recorder:
 class SessionRecorder:
     """Writes what one session brings."""
 
-    def __init__(self, recorder: Recorder, folder: Path) -> None:
-        self._recorder, self._folder = recorder, folder
+    def __init__(self, recorder: Recorder, folder: Path, most: float) -> None:
+        self._recorder, self._folder, self._most, self._full = recorder, folder, most, False
+        self._held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         self._inferences = max((number for number, _ in _files(folder, "infer")), default=0)
 
     def step(self, step: int, features: Float[Tensor, "b t d"], gradient: Float[Tensor, "b t d"] | None) -> None:
@@ -104,8 +118,15 @@ class SessionRecorder:
         self._write("infer", self._inferences, {"features": features})
 
     def _write(self, kind: Kind, number: int, tensors: Mapping[str, Tensor]) -> None:
+        if self._full:
+            return
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         data = save(held, {"format": _FORMAT, "version": str(_VERSION), "kind": kind, "step": str(number)})
+        self._held += len(data)
+        if self._held > self._most:
+            self._full = True
+            self._recorder.stop_session(self._folder, self._most)
+            return
         self._recorder.write(self._folder / f"{kind}-{number:08d}.safetensors", data)
 
 
@@ -116,6 +137,7 @@ def recorded_sessions(folder: Path) -> dict[str, dict[str, Any]]:
         PrivlabError: if there is no recording, or it has another version.
     """
     paths = session_folders(folder)
+    refuse_links(folder)
     return {str(path): _about(path / "session.json") for path in paths}
 
 
@@ -159,10 +181,10 @@ def _files(folder: Path, kind: Kind) -> list[tuple[int, Path]]:
 
 
 def _about(path: Path) -> dict[str, Any]:
+    about = read_json(path, "recording")
     try:
-        about = json.loads(path.read_bytes())
         found = about["format"], about["version"], about["session"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except KeyError as error:
         raise PrivlabError(f"'{path}' cannot be read as a recording: {type(error).__name__}: {error}.") from error
     if found[:2] != (_FORMAT, _VERSION):
         raise PrivlabError(f"'{path}' must be {_FORMAT}, version {_VERSION}. Found {found[0]}, version {found[1]}.")
@@ -171,7 +193,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 def _batch(session: str, kind: Kind, number: int, path: Path) -> Recorded | None:
     try:
-        tensors = load(path.read_bytes())
+        tensors = load(read_bytes(path, "recording", _MOST_BYTES))
         features, gradient = tensors["features"], tensors.get("gradient")
         for tensor in (features, features if gradient is None else gradient):
             if tensor.ndim != 3 or tensor.dtype not in (torch.float32, torch.float64):

@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
-from privlab.base import PrivlabError, first, write_whole
+from privlab.base import PrivlabError, first, printable, write_whole
 from privlab.grids import case_of
 from privlab.report import tables
 from privlab.stores import places_of
@@ -201,7 +201,7 @@ class Run:
         """Return the leakage table as LaTeX, and write it if there is a path."""
         text = self.details(all_attacks=False).render("latex")
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_whole(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"), place="path")
         return text
 
     def to_html(self, path: str | Path) -> Path:
@@ -262,12 +262,12 @@ class Run:
         """Yield what a terminal shows: the verdict, a table of the cases, what weakens it, and where the images are."""
         yield Text("Verdict", style="bold")
         for line in self.verdict.splitlines():
-            yield Text(_indented(line, options.max_width))
+            yield Text(_indented(printable(line), options.max_width))
         yield tables.overview(self.results)
-        yield Text(self._weakness(options.max_width), no_wrap=True, overflow="ignore")
+        yield Text(printable(self._weakness(options.max_width)), no_wrap=True, overflow="ignore")
         pictures = self.path / ("strips" if self._strips() else "pictures")
         where = str(pictures) if pictures.is_dir() else "none were kept"
-        yield Text(f"Pictures: {where}", no_wrap=True, overflow="ignore")
+        yield Text(printable(f"Pictures: {where}"), no_wrap=True, overflow="ignore")
 
     def __str__(self) -> str:
         """Return what a terminal of 80 columns shows."""

@@ -60,7 +60,7 @@ def check(path: Path) -> Checked:
         PrivlabError: if there is no store.
 
     Warns:
-        PrivlabWarning: for each file that is damaged or foreign, which is set aside.
+        PrivlabWarning: for each file that is damaged or foreign, which is left out.
     """
     store = existing(path)
     rows = part_frame(store.read())

@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from privlab.base import UNFINISHED, PrivlabError, delete_unfinished, unwritable, warn, write_whole
+from privlab.base import (
+    UNFINISHED,
+    PrivlabError,
+    delete_unfinished,
+    read_json,
+    refuse_links,
+    unwritable,
+    warn,
+    write_whole,
+)
 from privlab.evaluation import COLUMNS, SCHEMA
 
 if TYPE_CHECKING:
@@ -31,7 +40,10 @@ KEY = ["cell", "image_id", "geometry", "batch"]
 _KEYED_SCHEMA = 3
 """The first version of the records whose rows have a key; columns that later versions add are null in older rows."""
 
-_SET_ASIDE = "set-aside"
+_MOST_ROWS = 2**17
+"""The most rows of one part; a run writes a part for each batch of images."""
+_TEXT_BYTES = 2**14
+"""The most bytes of text that a row may have on average, of which at least 64 MiB are read."""
 
 
 @dataclass(frozen=True)
@@ -76,52 +88,50 @@ class Store:
     def read(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return these columns of all rows, in this version's schema; strings come dictionary-encoded.
 
+        Raises:
+            PrivlabError: if the directory holds links, pipes or devices, or records of a later version.
+
         Warns:
-            PrivlabWarning: for each file that is torn or foreign, which is set aside, and for rows of older versions.
+            PrivlabWarning: for each file that is torn or foreign, which is left out, and for rows of older versions.
         """
+        refuse_links(self.path)
         wanted = list(COLUMNS.names if columns is None else columns)
         asked = list(dict.fromkeys([*wanted, "schema"]))
         parts = self.parts()
         for file in sorted(self.records.glob("[!._]*")):
             if file.is_file() and not file.match("part-*.parquet"):
-                self._leave_out(file, "its name is none of a part")
+                _warn_of(file, "its name is none of a part")
         try:
             table = _read(parts, asked)
         except (pa.ArrowException, OSError):  # one of them is no part
             table = None
         if table is None or table["schema"].null_count:
-            table = pa.concat_tables([_read([], asked), *self._sound(parts, asked)])
+            table = pa.concat_tables([_read([], asked), *_sound(parts, asked)])
         return _migrate(table, self.path).select(wanted)
 
     def frame(self) -> "pd.DataFrame":
         """Return every record once: rows of one record that hold different metrics are joined."""
         return merge_records(part_frame(self.read()))
 
-    def _sound(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the rows of each part that can be read; the others are set aside, never deleted."""
-        for part in parts:
-            try:
-                table = _read([part], columns)
-            except FileNotFoundError:  # another process has set it aside
-                continue
-            except (pa.ArrowException, OSError) as error:
-                self._leave_out(part, str(error).partition("\n")[0].rstrip("."))
-                continue
-            if table["schema"].null_count:
-                self._leave_out(part, "it holds no records")
-            else:
-                yield table
 
-    def _leave_out(self, file: Path, reason: str) -> None:
-        """Move a file aside, if the directory is a run that can be written, and say so."""
-        where, aside = "left out", self.path / _SET_ASIDE
-        if (self.path / "run.json").exists():  # else the directory may not be a run at all
-            with suppress(OSError):  # a read-only store
-                aside.mkdir(exist_ok=True)
-                there = (aside / file.name).exists()
-                file.rename(aside / (f"{file.stem}-{uuid.uuid4().hex[:8]}{file.suffix}" if there else file.name))
-                where = f"moved to {aside}"
-        warn(f"{file.name} is no part of a store ({reason}): {where}.", 4)
+def _sound(parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield the rows of each part that can be read; nothing is moved, for the directory may be anybody's."""
+    for part in parts:
+        try:
+            table = _read([part], columns)
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except (pa.ArrowException, OSError) as error:
+            _warn_of(part, str(error).partition("\n")[0].rstrip("."))
+            continue
+        if table["schema"].null_count:
+            _warn_of(part, "it holds no records")
+        else:
+            yield table
+
+
+def _warn_of(file: Path, reason: str) -> None:
+    warn(f"{file.name} is no part of a store ({reason}): left out.", 4)
 
 
 def part_frame(table: pa.Table) -> "pd.DataFrame":
@@ -161,8 +171,30 @@ def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
     tables = [coded.empty_table()]
     for start in range(0, len(parts), 128):
         group = ds.dataset([str(part) for part in parts[start : start + 128]], schema=coded, format=form)
-        tables.append(group.to_table(list(columns)).unify_dictionaries().combine_chunks())
+        for fragment in group.get_fragments():
+            if (rows := fragment.metadata.num_rows) > _MOST_ROWS:  # a few bytes may stand for any number of them
+                raise pa.ArrowInvalid(f"it states {rows} rows; at most {_MOST_ROWS} are read")
+        table = group.to_table(list(columns))
+        _check_text(table)
+        tables.append(table.unify_dictionaries().combine_chunks())
     return pa.concat_tables(tables)
+
+
+def _check_text(table: pa.Table) -> None:
+    """Check the length that dictionary-encoded texts have in all rows: one long text may stand in each of them.
+
+    Raises:
+        pyarrow.ArrowInvalid: if it is too long to be read.
+    """
+    import pyarrow.compute as pc
+
+    total = 0
+    for column in table.columns:
+        for chunk in column.chunks if pa.types.is_dictionary(column.type) else ():
+            lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
+            total += pc.sum(lengths.cast(pa.int64())).as_py() or 0
+    if total > max(2**26, _TEXT_BYTES * len(table)):
+        raise pa.ArrowInvalid(f"its {len(table)} rows would take {total / 2**20:.0f} MiB of text")
 
 
 def _migrate(table: pa.Table, path: Path) -> pa.Table:
@@ -231,6 +263,7 @@ class RunDirectory:
         try:
             if not self.path.exists():
                 return
+            refuse_links(self.path)
             there = (entry for entry in self.path.iterdir() if not entry.name.startswith(UNFINISHED))
             held = sorted(entry.name for entry in there if not entry.is_dir() or any(entry.iterdir()))
         except OSError as error:
@@ -305,12 +338,11 @@ class RunDirectory:
         Raises:
             PrivlabError: if there is none, or it cannot be read.
         """
-        try:
-            return json.loads((self.path / "run.json").read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            raise PrivlabError(f"'{self.path}' is not the directory of a run: it has no run.json.") from None
-        except (OSError, ValueError) as error:
-            raise PrivlabError(f"Cannot read '{self.path / 'run.json'}': {error}.") from None
+        refuse_links(self.path)
+        path = self.path / "run.json"
+        if not path.exists():
+            raise PrivlabError(f"'{self.path}' is not the directory of a run: it has no run.json.")
+        return read_json(path, "run")
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write a file of the run, such as an image, whole or not at all."""
@@ -319,10 +351,10 @@ class RunDirectory:
     def begun(self) -> dict[str, Any]:
         """Return what `run.json` states of the part of a run that is here; empty where none is."""
         try:
-            held = json.loads((self.path / "run.json").read_bytes())
-            return held if "specification" in held or "experiment" in held else {}
-        except (FileNotFoundError, NotADirectoryError, TypeError, ValueError):  # none, or one of another program
+            facts = read_json(self.path / "run.json", "run")
+        except PrivlabError:  # none, or one of another program
             return {}
+        return facts if "specification" in facts or "experiment" in facts else {}
 
     def _clear(self) -> None:
         for folder in (self.store.records, self.path / "strips", self.path / "pictures", self.path / "kept"):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from privlab.base import PrivlabError, unknown_name, write_whole
+from privlab.base import PrivlabError, parse_json, read_text, unknown_name, write_whole
 from privlab.victims import weights as stored
 from privlab.victims.layouts import bare_name
 from privlab.victims.named import find_pretrained, resolve, victim
@@ -147,8 +147,8 @@ def _card(path: Path) -> dict[str, Any] | None:
     for card in (path.with_suffix(".json"), path.with_name("card.json")):
         if card.is_file() and (card.stem == path.stem or path.name in ("model.safetensors", "predictor.safetensors")):
             try:
-                read = json.loads(card.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                read = parse_json(read_text(card, "card"), f"'{card}'")
+            except PrivlabError as error:
                 raise PrivlabError(f"The card '{card}' cannot be read: {error}.") from error
             if not isinstance(read, dict):
                 raise PrivlabError(f"The card '{card}' must hold an object. Found {type(read).__name__}.")

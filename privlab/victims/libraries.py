@@ -18,10 +18,10 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_name, first
+from privlab.base import PrivlabError, check_name, first, read_json
 from privlab.victims.layouts import KINDS, from_any_layout, kind_of
 from privlab.victims.names import NORMALISATIONS
-from privlab.victims.weights import misfits, read_json
+from privlab.victims.weights import misfits
 
 _MODULES = {
     "peft": "peft.",
@@ -162,7 +162,7 @@ def config_beside(file: Path) -> Mapping[str, Any]:
         PrivlabError: if it is not a valid JSON object.
     """
     path = (file if file.is_dir() else file.parent) / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path, "settings of the model") if path.is_file() else {}
     return config.get("vision_config", config)
 
 

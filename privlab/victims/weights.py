@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import os
 import pathlib
 import pickle
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, first, warn
+from privlab.base import PrivlabError, check_archive, check_file, first, most_unpacked, read_json, read_text, warn
 from privlab.victims.anatomy import Vit
 from privlab.victims.layouts import KINDS, State, by_order, choose, kind_of, with_adapters
 from privlab.victims.names import check_weights_file, file_and_entry
@@ -40,6 +39,9 @@ _FILES = (
     *("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model_fsdp.bin", "mp_rank_00_model_states.pt"),
 )
 """The files of weights in the folders of peft, transformers, accelerate and DeepSpeed; the first one is read."""
+
+_MOST_ENTRIES = 2**20
+"""The most entries of a checkpoint's tables and lists, each counted as often as it is held."""
 
 
 class WeightsUnavailable(PrivlabError):
@@ -121,7 +123,7 @@ def file_of(path: Path) -> Path:
     if not path.is_dir():
         return path
     latest = path / "latest"  # in which DeepSpeed names the folder of its last checkpoint
-    folders = [path, *([path / latest.read_text(encoding="utf-8").strip()] if latest.is_file() else [])]
+    folders = [path, *([path / read_text(latest, "name of a checkpoint").strip()] if latest.is_file() else [])]
     if file := next((file for folder in folders for name in _FILES if (file := folder / name).is_file()), None):
         return file
     if any(path.glob("**/*.distcp")):
@@ -131,21 +133,6 @@ def file_of(path: Path) -> Path:
         )
     names = sorted(each.name for each in path.iterdir())
     raise PrivlabError(f"The folder '{path}' must hold {', '.join(_FILES)}. Found {first(names, 3) or 'nothing'}.")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return what a file of transformers or peft states beside weights.
-
-    Raises:
-        PrivlabError: if it is not a valid JSON object.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PrivlabError(f"'{path}' must be valid JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise PrivlabError(f"'{path}' must hold a JSON object. Found {type(found).__name__}.")
-    return found
 
 
 def _with_base(path: Path, adapters: State, base: State | None) -> State:
@@ -160,7 +147,7 @@ def _with_base(path: Path, adapters: State, base: State | None) -> State:
             f"'{path}' holds LoRA's adapters, and peft's adapter_config.json is not in its folder: save them with "
             "save_pretrained, or the weights of merge_and_unload()."
         )
-    config = read_json(file)
+    config = read_json(file, "settings of adapters")
     own = {name: tensor for name, tensor in adapters.items() if ".base_layer." in name}
     places = [path.with_name(name) for name in _FILES[1:]]
     places.append(Path(config.get("base_model_name_or_path") or ""))
@@ -183,9 +170,11 @@ def _content(path: Path) -> object:
     Raises:
         PrivlabError: if it cannot be read, or holds code.
     """
+    size = check_file(path, "weights")
+    check_archive(path, "weights")
     try:
         if path.name.endswith(".index.json"):
-            shards = read_json(path)["weight_map"].values()
+            shards = read_json(path, "list of shards")["weight_map"].values()
             parts: list[Any] = [_content(path.with_name(Path(shard).name)) for shard in sorted({*shards})]
             return {name: tensor for part in parts for name, tensor in part.items()}
         if path.suffix == ".safetensors":
@@ -195,7 +184,9 @@ def _content(path: Path) -> object:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         with warnings.catch_warnings(), torch.serialization.safe_globals(_ALLOWED):
             warnings.simplefilter("ignore")  # torch either reads or refuses a file that it warns of
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            _check_size(content, size)
+            return content
     except PrivlabError:  # of a shard
         raise
     except pickle.UnpicklingError as error:
@@ -204,9 +195,32 @@ def _content(path: Path) -> object:
         raise PrivlabError(
             f"'{path}' is refused: {holds}, and privlab reads tensors only. Save its state_dict as safetensors."
         ) from error
-    except Exception as error:  # on a damaged file, torch raises nearly anything
+    except Exception as error:  # on a damaged file, torch and NumPy raise nearly anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({reason}).") from error
+
+
+def _check_size(content: object, size: int) -> None:
+    """Check that what a pickle holds is not far larger than its file of `size` bytes.
+
+    A view repeats one number, and a table that is in itself many times, or without end, takes a few bytes.
+
+    Raises:
+        ValueError: if it is.
+    """
+    pending, entries, held = [content], 0, 0
+    while pending:
+        entries += 1
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            held += value.numel() * value.element_size()
+        elif isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, list | tuple | set):
+            pending += value
+        if entries + len(pending) > _MOST_ENTRIES or held > most_unpacked(size):
+            most = f"{_MOST_ENTRIES} entries or {most_unpacked(size)} bytes"
+            raise ValueError(f"its {size} bytes stand for more than {most}")
 
 
 def fit(vit: Vit, state: State, source: str, *, resize: bool = False) -> None:

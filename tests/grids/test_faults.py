@@ -71,7 +71,6 @@ def test_killed_at_random_moments(
     done(read_experiment(file), path)
     assert done(read_experiment(file), path) == 0
     assert rows(path) == ROWS  # each once, and none torn
-    assert not (path / "set-aside").exists()
     assert not check(path).conflicts
     same(path, reference)
     assert facts(path)["status"] == "finished"

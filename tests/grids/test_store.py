@@ -177,48 +177,31 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", SPOILED)
 @pytest.mark.parametrize("columns", [None, ["image"]])
-def test_spoiled_part_is_set_aside(store: Store, name: str, columns: list[str] | None) -> None:
+def test_spoiled_part_is_left_out_and_stays(store: Store, name: str, columns: list[str] | None) -> None:
     for i in range(3):
         store.add(table(row(i)))
     bad = store.parts()[1]
     SPOILED[name](bad)
     content = bad.read_bytes()
-    with pytest.warns(
-        PrivlabWarning, match=rf"^{bad.name} is no part of a store \(.*\): moved to .*set-aside\.$"
-    ) as said:
+    with pytest.warns(PrivlabWarning, match=rf"^{bad.name} is no part of a store \(.*\): left out\.$") as said:
         found = store.read(columns)
     assert [str(warning.message).count("\n") for warning in said] == [0]
     assert found["image"].to_pylist() == ["0.png", "2.png"]
-    assert (store.path / "set-aside" / bad.name).read_bytes() == content
-    assert images(store) == ["0.png", "2.png"]  # without a warning: it is said once
+    assert bad.read_bytes() == content
     store.add(table(row(1)))
-    assert len(store.frame()) == 3
-
-
-def test_nothing_is_moved_over_what_was_set_aside_before(store: Store) -> None:
-    part = store.add(table(row()))
-    assert part is not None
-    (store.path / "set-aside").mkdir()
-    (store.path / "set-aside" / part.name).write_text("an earlier one")
-    torn(part)
-    with pytest.warns(PrivlabWarning, match="store"):
-        store.read()
-    held = [path for path in store.path.rglob("*") if part.stem in path.name]
-    assert len(held) == 2
-    assert "an earlier one" in {path.read_bytes().decode(errors="replace") for path in held}
+    with pytest.warns(PrivlabWarning, match=f"^{bad.name} is no part of a store"):
+        assert len(store.frame()) == 3
 
 
 @pytest.mark.parametrize("name", ["mine.parquet", "notes.txt"])
-def test_file_of_another_name_is_set_aside(store: Store, name: str) -> None:
-    """`pd.read_parquet` of the folder would stumble over it."""
+def test_file_of_another_name_is_left_where_it_is(store: Store, name: str) -> None:
     store.add(table(row(1)))
     (store.records / name).write_bytes(b"mine")
     (store.records / ".tmp-12345678-part-000001-x.parquet").write_bytes(b"half of a part")  # another process is at it
     with pytest.warns(PrivlabWarning, match=f"^{name} is no part of a store"):
         assert images(store) == ["1.png"]
-    assert (store.path / "set-aside" / name).read_bytes() == b"mine"
-    assert len(pd.read_parquet(store.records)) == 1
-    assert len(list(store.records.iterdir())) == 2
+    assert (store.records / name).read_bytes() == b"mine"
+    assert len(list(store.records.iterdir())) == 3
 
 
 def test_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -232,7 +215,42 @@ def test_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records"]
 
 
-def test_part_that_another_process_has_just_set_aside(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_records_that_is_a_link_is_refused(store: Store, tmp_path: Path) -> None:
+    """It led to a folder of the reader's, whose files were moved."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("mine")
+    foreign_run = RunDirectory(tmp_path / "foreign")
+    foreign_run.write_run({"experiment": {}})
+    (foreign_run.path / "records").symlink_to(home)
+    for read in (
+        foreign_run.store.read,
+        foreign_run.read_run,
+        lambda: RunDirectory.create(foreign_run.path, overwrite=True),
+        lambda: RunDirectory.create(foreign_run.path, resume=True),
+    ):
+        with pytest.raises(PrivlabError, match="holds a link"):
+            read()
+    assert [path.name for path in home.iterdir()] == ["thesis.txt"]
+
+
+def test_pipe_in_the_records_is_refused(store: Store) -> None:
+    os.mkfifo(store.records / "part-000000-pipe.parquet")
+    with pytest.raises(PrivlabError, match="pipe or device"):
+        store.read()
+
+
+def test_small_part_that_unpacks_to_much_is_left_out(store: Store) -> None:
+    store.add(table(row(1)))
+    for name, rows, text in (("rows", 2**18, "x"), ("text", 2**12, "x" * 2**16)):
+        repeated = pa.Table.from_pylist([{**row(2), "conditions": text}], schema=COLUMNS).take(pa.array([0] * rows))
+        pq.write_table(repeated, store.records / f"part-000001-{name}.parquet", compression="zstd")
+    with pytest.warns(PrivlabWarning, match=r"rows; at most|MiB of text") as said:
+        assert store.read()["image"].to_pylist() == ["1.png"]
+    assert len(said) == 2
+
+
+def test_part_that_another_process_has_just_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add(table(row(1)))
     listed = [*store.parts(), store.records / "part-000001-gone.parquet"]
     monkeypatch.setattr(Store, "parts", lambda self: listed)

@@ -179,7 +179,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_key(tmp_path: Path) -> None:
-    assert "cannot be read: Is a directory" in refused(tmp_path)
+    assert "it is a folder" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from privlab.report.tables import (
     to_tex,
 )
 from privlab.report.tables.rows import Kind
-from privlab.report.tables.writers import Cell, Column, Line
+from privlab.report.tables.writers import Cell, Column, Line, csv_cell
 
 
 def laid_out(
@@ -366,10 +366,10 @@ def test_text_is_no_markup_of_the_terminal() -> None:
 
 def test_html_has_the_headings_the_cells_and_the_notes() -> None:
     text = to_html(ROWS, LAYOUT, **CAPTION)
-    assert '<tr><th colspan="4" style="text-align:left">(1) a &amp; b</th></tr>' in text
-    assert "<td>0.0625 ± 0.0156</td>" in text
-    assert "<td><b>1.2e-9</b> ± 2.0e-10</td>" in text
-    assert "paper&#39;s attack: april<sup>a</sup></td>" in text
+    assert '<tr><th colspan="4" style="text-align:left"><bdi>(1) a &amp; b</bdi></th></tr>' in text
+    assert "<td><bdi>0.0625</bdi> ± 0.0156</td>" in text
+    assert "<td><b><bdi>1.2e-9</bdi></b> ± 2.0e-10</td>" in text
+    assert "paper&#39;s attack: april</bdi><sup>a</sup></td>" in text
     assert "<p><sup>a</sup> cannot run: april (no PE)</p>" in text
     assert text.count("<tr>") == text.count("</tr>") == 1 + 4 + len(ROWS)
 
@@ -426,8 +426,21 @@ def test_any_text_keeps_the_columns_of_markdown_and_csv(label: str, reason: str)
     table = [line for line in to_markdown(rows, LAYOUT).split("\n") if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in table} == {6}
     read = list(csv.DictReader(io.StringIO(to_csv(rows, LAYOUT), newline="")))
-    assert [line["case"] for line in read] == [" ".join(label.split())] * len(rows)
+    assert [line["case"] for line in read] == [csv_cell(" ".join(label.split()))] * len(rows)
     assert {None} & set().union(*read) == set()
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+x", "-x.png", "@SUM(A1)"])
+def test_no_name_is_a_formula(name: str) -> None:
+    table = Table([Column("what"), Column("n", "count")], [Line([Cell(name), Cell("-3.5e-2")])])
+    assert table.render("csv") == f"what,n\n'{name},-3.5e-2\n"
+
+
+def test_no_name_reaches_the_terminal_as_a_command() -> None:
+    title = "\x1b]0;mine\x07 \u202egnp.exe"
+    text = str(Table([Column("what")], [Line([Cell("\x1b[2J" + "x" * 10**6)])], [("", title)], title))
+    assert text.replace("\n", "").isprintable()
+    assert len(text) < 30_000
 
 
 # LaTeX that compiles

@@ -94,8 +94,8 @@ def test_a_file_of_something_else_is_left_out_with_a_warning(recording: Path) ->
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "cannot be read as a recording: JSONDecodeError"),
-        ("[]", "cannot be read as a recording: TypeError"),
+        ("{", "is no JSON"),
+        ("[]", "must hold an object in JSON. Found list"),
         ('{"format": "privlab-recording"}', "cannot be read as a recording: KeyError: 'version'"),
         (
             '{"format": "privlab-recording", "version": 2, "session": "a"}',

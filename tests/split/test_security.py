@@ -41,7 +41,7 @@ def test_a_file_that_holds_no_token_is_refused(text: str, tmp_path: Path) -> Non
 def test_a_token_that_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match=r"'.*none'.*`privlab.*serve`"):
         read_token(tmp_path / "none")
-    with pytest.raises(PrivlabError, match="cannot be read"):
+    with pytest.raises(PrivlabError, match="it is a folder"):
         read_token(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff" * 40)
     with pytest.raises(PrivlabError, match="cannot be read"):

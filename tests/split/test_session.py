@@ -202,7 +202,7 @@ def test_a_checkpoint_is_whole_private_and_of_its_kind(tmp_path: Path, monkeypat
     path.write_bytes(pack("features", batch(1)))
     with pytest.raises(PrivlabError, match="checkpoint"):
         read(path)
-    with pytest.raises(PrivlabError, match="cannot be read"):
+    with pytest.raises(PrivlabError, match="No such file"):
         read(tmp_path / "none")
 
 

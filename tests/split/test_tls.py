@@ -160,7 +160,7 @@ def test_all_addresses_may_be_listened_on_with_tls(ours: Any, theirs: Any, serve
 FILES = {
     "no file": (
         lambda f: ServerTls(f / "none", f / "good/server.key"),
-        "The TLS file '.*none' cannot be read: No such",
+        "Cannot read the TLS file '.*none': No such",
     ),
     "no pair": (lambda f: ServerTls(f / "good/server.pem", f / "old/server.key"), "are no certificate with its key"),
     "no PEM": (lambda f: ServerTls(f / "good/server.key", f / "good/server.key"), "are no certificate with its key"),

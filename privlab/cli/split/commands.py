@@ -16,7 +16,7 @@ from privlab.cli import common as shared
 from privlab.cli import options as option
 from privlab.cli.names import PATH, POSITIVE, STACK
 from privlab.cli.split.output import print_event, print_inference, print_training, say, show_event, step_text
-from privlab.split.defaults import BATCH, IDLE_SECONDS, MESSAGE_MIB, RETRY_SECONDS, SESSIONS
+from privlab.split.defaults import BATCH, DISK_MIB, IDLE_SECONDS, MESSAGE_MIB, RETRY_SECONDS, SESSIONS
 
 if TYPE_CHECKING:
     from privlab.split import Client
@@ -91,6 +91,7 @@ def split() -> None:
     "--max-message", type=click.IntRange(1, 2047), default=MESSAGE_MIB, help="Largest size of a message in MiB."
 )
 @click.option("--max-memory", type=POSITIVE, help="Memory of all sessions in MiB.  [default: 80 % of the memory]")
+@click.option("--max-disk", type=POSITIVE, default=DISK_MIB, help="Largest size of a session on disk in MiB.")
 @click.option("--idle", type=click.FloatRange(min=0, min_open=True), default=IDLE_SECONDS,
               help="Seconds of silence after which a session is saved and closed.")  # fmt: skip
 @option.device()
@@ -112,7 +113,9 @@ def serve(
 
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
         raise PrivlabError("TLS needs both --tls-cert and --tls-key.")
-    mebibytes = {name: options[f"max_{name}"] * 2**20 for name in ("message", "memory") if options[f"max_{name}"]}
+    mebibytes = {
+        name: options[f"max_{name}"] * 2**20 for name in ("message", "memory", "disk") if options[f"max_{name}"]
+    }
     token = make_token(token_file)
     with shared.warned():
         made = victim(options["model"], **{name: options[name] for name in ("weights", "img_size", "seed")})

@@ -6,9 +6,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
-from privlab.cli.common import err, print_json, print_table
+from privlab.cli.common import echo, err, print_json, print_table
 
 if TYPE_CHECKING:
     from privlab.split.client.loops import StepDone
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def print_event(event: Mapping[str, object]) -> None:
     """Print an event of a server as a line of JSON."""
-    click.echo(json.dumps({"time": _now(), **event}, ensure_ascii=False))
+    click.echo(json.dumps({"time": _now(), **event}))
 
 
 def show_event(event: Mapping[str, object]) -> None:
@@ -46,10 +47,10 @@ def print_training(summary: Mapping[str, Any], as_json: bool) -> None:
     for row in summary["epochs"]:
         table.add_row(str(row["epoch"]), f"{row['loss']:.4f}", f"{row['accuracy']:.2%}")
     print_table(table)
-    click.echo("loss and accuracy as learnt: each image before the step that it is in")
-    click.echo(f"{summary['steps']} steps, session {summary['session']}, key {summary['key_bits']:.0f} bits a batch")
+    echo("loss and accuracy as learnt: each image before the step that it is in")
+    echo(f"{summary['steps']} steps, session {summary['session']}, key {summary['key_bits']:.0f} bits a batch")
     _print_traffic(summary)
-    click.echo(f"run: {summary['run']}")
+    echo(f"run: {summary['run']}")
 
 
 def print_inference(summary: Mapping[str, Any], as_json: bool) -> None:
@@ -61,10 +62,10 @@ def print_inference(summary: Mapping[str, Any], as_json: bool) -> None:
     for row in summary["predictions"]:
         label = "" if row["label"] is None else str(row["label"])
         name = f"{row['predicted']} {row['class'] or ''}".rstrip()
-        table.add_row(row["image"], label, name, f"{row['probability']:.3f}")
+        table.add_row(escape(row["image"]), label, escape(name), f"{row['probability']:.3f}")
     print_table(table)
     if summary["accuracy"] is not None:
-        click.echo(f"accuracy {summary['accuracy']:.2%}")
+        echo(f"accuracy {summary['accuracy']:.2%}")
     _print_traffic(summary)
 
 
@@ -73,7 +74,7 @@ def _print_traffic(summary: Mapping[str, Any]) -> None:
     speed = "" if rate is None else f", {rate:.1f} images per second"
     waited = "" if latency is None else f"; a reply takes {latency:.1f} ms (median)"
     mib = [summary[name] / 2**20 for name in ("bytes_sent", "bytes_received")]
-    click.echo(f"{summary['seconds']:.1f} s{speed}; sent {mib[0]:.1f} MiB, received {mib[1]:.1f} MiB{waited}")
+    echo(f"{summary['seconds']:.1f} s{speed}; sent {mib[0]:.1f} MiB, received {mib[1]:.1f} MiB{waited}")
 
 
 def _now() -> str:

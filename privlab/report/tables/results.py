@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,9 @@ from privlab.grids import Figure, Layout, columns_of, papers_attack
 from privlab.report.tables.per_image import Scored, lead_metric, sign_of
 from privlab.report.tables.rows import NO_SCORE, Kind, Row, Score, leakage
 from privlab.stores import Place, RunDirectory, places_of
+
+_PLAIN = re.compile(r"[\w.:-]*")
+"""What names of pictures are made of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +112,7 @@ class Results:
             attack, suffix = CONTROLS[0], f"-{what}"
         for cell in self._cells.get((case, attack), ()):
             path = self.path / "pictures" / image_sha256[:16] / f"{cell}{suffix}.png"
-            if path.exists():
+            if _PLAIN.fullmatch(f"{image_sha256}{cell}{suffix}") and path.exists():  # no path to somewhere else
                 return Place(path)
             if place := self._strips.get((f"{cell}{suffix}", image_sha256)):
                 return place
@@ -134,10 +138,21 @@ def load_results(path: Path) -> Results:
     """
     run = RunDirectory(path)
     facts, records = run.read_run(), run.store.frame()
+    if "experiment" not in facts and "specification" not in facts:
+        raise PrivlabError(f"'{path}' is not a run of privlab: its run.json has neither experiment nor specification.")
+    try:
+        return _results(path, facts, records)
+    except PrivlabError:
+        raise
+    except Exception as error:  # whoever wrote the files may have stated anything of any type
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise PrivlabError(f"'{path}' is not a run that privlab wrote, or it is damaged ({reason}).") from error
+
+
+def _results(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
+    """Return the results that the facts and records of a directory state."""
     if "experiment" in facts:
         return _of_experiment(path, facts, records)
-    if "specification" not in facts:
-        raise PrivlabError(f"'{path}' is not a run of privlab: its run.json has neither experiment nor specification.")
     return results_of(records, columns_of(facts["specification"]["metrics"]), facts=facts, path=path)
 
 

@@ -21,7 +21,7 @@ from rich.protocol import rich_cast
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from privlab.base import check_name, plain_data
+from privlab.base import check_name, plain_data, printable
 
 FORMATS = ("latex", "csv", "markdown", "json", "html")
 """The formats of a table, by `--format`."""
@@ -63,7 +63,8 @@ class Cell:
     @property
     def markup(self) -> str:
         """Return it for rich; the interval is under the figure."""
-        text = f"[bold]{escape(self.text)}[/bold]" if self.bold else escape(self.text)
+        text = escape(printable(self.text))
+        text = f"[bold]{text}[/bold]" if self.bold else text
         return text + (f"\n± {self.interval}" if self.interval else "") + (f" ({self.mark})" if self.mark else "")
 
 
@@ -155,10 +156,10 @@ class Table:
                 first, *others = (cell.markup for cell in line.cells)
                 shown.add_row(Padding(first, (0, 0, 0, indent), expand=False), *others)
             else:
-                heading = escape(line.heading)
+                heading = escape(printable(line.heading))
                 shown.add_row(f"[italic]{heading}[/italic]" if line.of_group else heading)
-        shown.title = Text(self.title) if self.title else None
-        shown.caption = Text("\n".join(f"({mark}) {text}" if mark else text for mark, text in self.notes))
+        shown.title = Text(printable(self.title)) if self.title else None
+        shown.caption = Text(printable("\n".join(f"({mark}) {text}" if mark else text for mark, text in self.notes)))
         shown.title_justify = shown.caption_justify = "left"
         return shown
 
@@ -186,8 +187,17 @@ class Table:
         write = csv.writer(out, lineterminator="\n").writerow
         write(records[0] if records else [column.head for column in self.columns])
         for record in records:
-            write([" ".join(value.split()) if isinstance(value, str) else value for value in record.values()])
+            write([csv_cell(" ".join(value.split())) if isinstance(value, str) else value for value in record.values()])
         return out.getvalue()
+
+
+def csv_cell(text: str) -> str:
+    """Return a text for a cell of CSV: behind an apostrophe, if a spreadsheet would take it for a formula."""
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+    return text
 
 
 def terminal_text(shown: RenderableType, width: int = 80) -> str:

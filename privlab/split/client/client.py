@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, printable
 from privlab.split.defaults import RETRY_SECONDS
-from privlab.split.protocol.contract import Contract
+from privlab.split.protocol.contract import SESSION_ID, Contract
 from privlab.split.protocol.security import ClientTls, is_loopback, split_address
 from privlab.split.protocol.split_pb2 import Contract as ContractMessage
 from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save, Tensors
@@ -111,8 +111,8 @@ class Client:
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.enable_retries", 0),
         ]
-        if self.tls is None:
-            return grpc.insecure_channel(self.address, options)
+        if self.tls is None:  # features and token would go through `http_proxy` in clear, even to this machine
+            return grpc.insecure_channel(self.address, [*options, ("grpc.enable_http_proxy", 0)])
         return grpc.secure_channel(self.address, self.tls.credentials(), options)
 
 
@@ -133,6 +133,8 @@ class Remote:
         contract = ContractMessage(**asdict(self.contract))
         request = Request(open=Open(version=self.contract.version, session=session, steps=steps, contract=contract))
         opened = self._ask(request).opened
+        if not SESSION_ID.fullmatch(opened.session) or opened.step not in steps:
+            raise PrivlabError(f"The server answers with a session or a step ({opened.step}) that was not asked for.")
         self.id, self.step, self.weights_sha256 = opened.session, opened.step, opened.weights_sha256
 
     def upload(self, weights: Mapping[str, Tensor]) -> None:
@@ -207,8 +209,9 @@ class Remote:
 def _translate(error: grpc.RpcError) -> PrivlabError:
     """Return the error that tells the user what a failed call means."""
     status = error.code().name  # pyright: ignore[reportAttributeAccessIssue]
-    details = " ".join(str(error.details()).split())  # pyright: ignore[reportAttributeAccessIssue]
-    if status in ("ABORTED", "DEADLINE_EXCEEDED", "CANCELLED") or "RST_STREAM" in details:
+    details = printable(" ".join(str(error.details()).split()))  # pyright: ignore[reportAttributeAccessIssue]
+    busy = status == "RESOURCE_EXHAUSTED" and "oncurrent RPC limit" in details  # as gRPC itself says
+    if busy or status in ("ABORTED", "DEADLINE_EXCEEDED", "CANCELLED") or "RST_STREAM" in details:
         return Lost(details)
     if status != "UNAVAILABLE":
         return PrivlabError(details if status == "UNAUTHENTICATED" else f"The server refuses ({status}): {details}")
@@ -245,8 +248,12 @@ class Patience:
         self._seconds, self._tell = seconds, tell
         self._met, self._tries, self._until = False, 0, 0.0
 
+    def meet(self) -> None:
+        """Note that the server has answered: it does not need another kind of connection."""
+        self._met = True
+
     def reset(self) -> None:
-        """Reset the time and the pauses: the server has answered."""
+        """Reset the time and the pauses: the server has done what it was asked for."""
         self._met, self._tries = True, 0
 
     def wait(self, lost: Lost) -> None:

@@ -1,6 +1,8 @@
 """Tensors and facts on disk as one safetensors file, which is complete or absent and readable by its owner alone."""
 
 import json
+import os
+import stat
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from privlab.base import PrivlabError, write_whole
+from privlab.base import PrivlabError, check_file, parse_json, write_whole
 
 _FORMAT = "privlab-split/1"
 
@@ -20,12 +22,15 @@ def private_folder(path: Path) -> Path:
     """Make a folder that its owner alone may enter, or return the one that exists.
 
     Raises:
-        PrivlabError: if it cannot be made.
+        PrivlabError: if it cannot be made, or others may enter the one that exists.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise PrivlabError(f"The folder '{path}' cannot be made: {error.strerror}. Give another.") from error
+    if os.name == "posix" and mode & 0o077:
+        raise PrivlabError(f"The folder '{path}' must have mode 0700. Found {mode:04o}: chmod 700 it, or give another.")
     return path
 
 
@@ -55,13 +60,15 @@ def read(path: Path, *, only_facts: bool = False) -> tuple[dict[str, Tensor], di
     Raises:
         PrivlabError: if the file is missing, incomplete, or of another kind.
     """
+    check_file(path, "checkpoint")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise PrivlabError(f"'{path}' is no checkpoint of split learning: expected format {_FORMAT}.")
             names = [] if only_facts else file.keys()
-            return {name: file.get_tensor(name) for name in names}, json.loads(metadata["facts"])
+            facts = parse_json(metadata["facts"], "what it states")
+            return {name: file.get_tensor(name) for name in names}, facts
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, PrivlabError):
             raise

@@ -1,6 +1,7 @@
 """The terms of a session: sizes, precision, optimiser; both sides check what they receive against them."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
@@ -12,6 +13,8 @@ from privlab.base import PrivlabError, check_name, check_range
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 OPTIMIZERS = ("adamw", "sgd")
+
+SESSION_ID = re.compile(r"[0-9a-f]{64}")
 
 _LIMITS = {"width": 2**14, "max_tokens": 2**16, "max_batch": 2**16}
 """The largest value of each size that a server accepts."""
@@ -107,6 +110,11 @@ class Contract:
         """
         averages = 2 if self.optimizer == "adamw" else 1
         return parameters * (2 + averages) * self.torch_dtype.itemsize + self.message_bytes * (24 * depth + 8)
+
+    def checkpoint_bytes(self, parameters: int) -> int:
+        """Return the size of a checkpoint on the server: weights, averages, and the last step's four messages."""
+        averages = 2 if self.optimizer == "adamw" else 1
+        return parameters * (1 + averages) * self.torch_dtype.itemsize + 4 * self.message_bytes
 
     def optimizer_of(self, parameters: Iterable[Tensor]) -> Optimizer:
         """Return a fresh optimiser of the parameters."""

@@ -15,11 +15,12 @@ from typing import Any
 
 import grpc
 
-from privlab.base import PrivlabError, first, write_whole
+from privlab.base import PrivlabError, first, read_bytes, write_whole
 
 _LEAST_CHARACTERS = 32
 """The fewest characters of a token, so that it cannot be guessed."""
-_OPEN_TO_ALL = "/grpc.health.v1.Health/Check"
+HEALTH = "/grpc.health.v1.Health/Check"
+"""The one method that needs no token."""
 
 
 def make_token(path: Path) -> str:
@@ -48,12 +49,12 @@ def read_token(path: Path) -> str:
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
-        text = path.read_text("ascii").strip()
+        text = read_bytes(path, "token file").decode("ascii").strip()
     except FileNotFoundError:
         raise PrivlabError(
             f"There is no token file '{path}': `privlab split serve` makes it; bring a copy, or give --token-file."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PrivlabError(f"The token file '{path}' cannot be read: {error}.") from error
     if mode & 0o077:
         raise PrivlabError(f"The token file '{path}' must have mode 0600. Found {mode:04o}: chmod 600 it.")
@@ -78,7 +79,7 @@ class RequireToken(grpc.ServerInterceptor):
         metadata: dict[str, Any] = dict(getattr(handler_call_details, "invocation_metadata", None) or ())
         given = metadata.get("authorization")
         known = given is not None and hmac.compare_digest(str(given).encode(), self._expected)
-        if known or getattr(handler_call_details, "method", "") == _OPEN_TO_ALL:
+        if known or getattr(handler_call_details, "method", "") == HEALTH:
             return continuation(handler_call_details)
         found = "No bearer" if given is None else "Wrong"
 
@@ -178,10 +179,7 @@ def _authority(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise PrivlabError(f"The TLS file '{path}' cannot be read: {error.strerror}.") from error
+    return read_bytes(path, "TLS file")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[Path]:

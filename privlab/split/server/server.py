@@ -14,13 +14,13 @@ import grpc
 import torch
 from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from privlab.base import PrivlabError, check_range, versions, without_tf32
 from privlab.release import Recorder
 from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.contract import Refusal
-from privlab.split.protocol.security import RequireToken, ServerTls, is_loopback
+from privlab.split.protocol.security import HEALTH, RequireToken, ServerTls, is_loopback
 from privlab.split.protocol.split_pb2 import Reply, Request
 from privlab.split.protocol.wire import Inbox
 from privlab.split.server.session import Limits, Live, Sessions
@@ -35,6 +35,11 @@ Event = Callable[[dict[str, object]], None]
 _POLL_SECONDS = 0.2
 """Seconds that a session waits for a message before it checks whether the server is stopping."""
 _SPARE_THREADS = 8  # for refusals and health checks while all sessions are taken
+_LONGEST_FACT = 2000
+"""The most characters of a fact in the log."""
+_COMPLAINTS = frozenset({"refused", "failed", "unreadable", "not saved"})
+_COMPLAINTS_PER_SECOND = 50
+"""Events that clients can cause at will, and how many of them are logged in a second; the others are counted."""
 
 
 class Server:
@@ -86,7 +91,8 @@ class Server:
         device = torch.device(device)
         self._sessions = Sessions(victim, self._folder, self.limits, checkpoint_every, device, self._log, recorder)
         self._threads = ThreadPoolExecutor(self.limits.sessions + _SPARE_THREADS, "session")
-        self._health = health.HealthServicer()
+        self._unread, self._lock = dict[grpc.ServicerContext, float](), threading.Lock()
+        self._second, self._complaints = 0, 0
         self._grpc, self._open = self._build(token), ExitStack()
 
     @property
@@ -104,7 +110,7 @@ class Server:
             undo.enter_context(without_tf32())  # autocast is off in the threads of sessions
             self._grpc.start()
             self._open = undo.pop_all()
-        self._tell_health(serving=True)
+        threading.Thread(target=self._cancel_unread, name="unread", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -112,7 +118,6 @@ class Server:
 
     def stop(self, grace: float = 30.0) -> None:
         """Let each client finish its current step within `grace` seconds, write checkpoints, and close."""
-        self._tell_health(serving=False)
         self._last_word = time.monotonic() + grace
         self._stopping.set()
         self._grpc.stop(grace + 1).wait()
@@ -122,6 +127,8 @@ class Server:
     def _build(self, token: str) -> grpc.Server:
         options = [
             ("grpc.max_receive_message_length", self.limits.message),
+            ("grpc.max_metadata_size", 2**13),
+            ("grpc.max_concurrent_streams", self.limits.sessions + _SPARE_THREADS),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", 30_000),
@@ -132,8 +139,11 @@ class Server:
         most = self.limits.sessions + _SPARE_THREADS
         server = grpc.server(self._threads, interceptors=[guard], options=options, maximum_concurrent_rpcs=most)
         session = grpc.stream_stream_rpc_method_handler(self._session, response_serializer=Reply.SerializeToString)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Session": session}),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        # A stream of requests that is never iterated over: no message of a caller without the token is received.
+        health = grpc.stream_unary_rpc_method_handler(self._health)
+        for path, handler in ((METHOD, session), (HEALTH, health)):
+            service, method = path.strip("/").split("/")
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         return server
 
     def _bind(self) -> int:
@@ -149,7 +159,10 @@ class Server:
         """Serve one stream, in a thread of its own."""
         inbox = Inbox(requests)
         try:
-            yield from self._replies(inbox)
+            for reply in self._replies(inbox):
+                self._unread[context] = time.monotonic()
+                yield reply  # gRPC goes on here when the client has room for the reply
+                self._unread.pop(context, None)
         except Refusal as refusal:
             self._log("refused", refusal.session, status=refusal.status, reason=str(refusal))
             context.abort(grpc.StatusCode[refusal.status], str(refusal))
@@ -159,7 +172,18 @@ class Server:
             reason = f"The server failed at this request ({type(error).__name__}): its log says more."
             context.abort(grpc.StatusCode.INTERNAL, reason)
         finally:
+            self._unread.pop(context, None)
             inbox.close()
+
+    def _cancel_unread(self) -> None:
+        """End the streams of clients that do not read their replies, until the server stops."""
+        while not self._stopping.wait(_POLL_SECONDS):
+            latest = time.monotonic() - self.limits.idle
+            for context, since in [*self._unread.items()]:
+                if since < latest:
+                    self._unread.pop(context, None)
+                    self._log("refused", None, reason=f"a reply was not read for {self.limits.idle:g} seconds")
+                    context.cancel()
 
     def _replies(self, inbox: Inbox) -> Iterator[Reply]:
         first = self._next(inbox, None)
@@ -199,13 +223,31 @@ class Server:
         said = f"Nothing came for {self.limits.idle:g} seconds"
         raise Refusal("DEADLINE_EXCEEDED", f"{said}: the session was saved, and can be resumed.")
 
-    def _tell_health(self, *, serving: bool) -> None:
+    def _health(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Return whether the server serves, whatever service is asked for: the request is not read."""
         answer = health_pb2.HealthCheckResponse
-        for service in ("", SERVICE):
-            self._health.set(service, answer.SERVING if serving else answer.NOT_SERVING)
+        status = answer.NOT_SERVING if self._stopping.is_set() else answer.SERVING
+        return answer(status=status).SerializeToString()
 
     def _log(self, event: str, session: str | None, **facts: object) -> None:
+        """Log an event; complaints are limited in rate, since anybody who reaches the port can cause them."""
+        if event in _COMPLAINTS and not self._may_complain():
+            return
+        facts = {name: value[:_LONGEST_FACT] if isinstance(value, str) else value for name, value in facts.items()}
         self._on_event({"event": event} | ({} if session is None else {"session": session}) | facts)
+
+    def _may_complain(self) -> bool:
+        """Return whether another complaint is logged in this second, and log how many were not in an earlier one."""
+        with self._lock:
+            second, left_out = int(time.monotonic()), 0
+            if second != self._second:
+                left_out = max(0, self._complaints - _COMPLAINTS_PER_SECOND)
+                self._second, self._complaints = second, 0
+            self._complaints += 1
+            may = self._complaints <= _COMPLAINTS_PER_SECOND
+        if left_out:
+            self._on_event({"event": "not logged", "complaints": left_out})
+        return may
 
 
 def serve(server: Server, *, started: Callable[[Server], None] = lambda server: None) -> None:

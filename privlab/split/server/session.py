@@ -1,7 +1,6 @@
 """The sessions of a server, each one client's T whose steps are applied exactly once: opened, resumed, limited."""
 
 import hmac
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_range
 from privlab.release import Recorder, SessionRecorder
-from privlab.split.defaults import BATCH, IDLE_SECONDS, MESSAGE_MIB, SESSIONS
+from privlab.split.defaults import BATCH, DISK_MIB, IDLE_SECONDS, MESSAGE_MIB, SESSIONS
 from privlab.split.protocol.backbone import Backbone, check_cut
 from privlab.split.protocol.checkpoint import SessionCheckpoints, optimizer_state, read, restore_optimizer, write
-from privlab.split.protocol.contract import Contract, Refusal
+from privlab.split.protocol.contract import SESSION_ID, Contract, Refusal
 from privlab.split.protocol.split_pb2 import Open, Opened, Reply, Request, Saved, Tensors
 from privlab.split.protocol.wire import HEADER_BYTES, is_finite, pack, unpack, unpack_state
 from privlab.victims import Victim, hash_of
@@ -255,7 +254,12 @@ class Live:
 VERSION = 2
 """The version of the protocol: since 2, a contract may state a cut layer. A request states the least that it needs."""
 
-_ID = re.compile(r"[0-9a-f]{64}")
+_MOST_STEPS = 16
+"""The most steps after which a client may offer to continue; privlab's own offers two."""
+_MOST_STORED = 1000
+"""The most sessions with checkpoints in the folder of a server, beyond which no new one is opened."""
+_KEPT = 4
+"""The most checkpoints of a session at once: three that are kept, and one that is being written."""
 _NAME_LENGTH = 12
 """Characters of a session's identity that name it in logs and folders."""
 
@@ -263,7 +267,7 @@ _NAME_LENGTH = 12
 @dataclass(frozen=True)
 class Limits:
     """The most that clients may use: sessions at once, images in a batch, bytes of memory for all sessions and in
-    one message, seconds of silence.
+    one message, seconds of silence, bytes on disk of one session: its checkpoints, and also its recording.
 
     Raises:
         PrivlabError: if a limit is not positive.
@@ -274,6 +278,7 @@ class Limits:
     memory: int = field(default_factory=lambda: psutil.virtual_memory().total * 4 // 5)
     message: int = MESSAGE_MIB * 2**20
     idle: float = IDLE_SECONDS
+    disk: int = DISK_MIB * 2**20
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -319,7 +324,9 @@ class Sessions:
         steps = list(request.steps) or [0]
         id_ = self._find(request.session, steps) or secrets.token_hex(32)
         blocks = self.victim.model.vit.blocks[contract.cut_layer :]
-        need = contract.session_bytes(sum(p.numel() for p in blocks.parameters()), len(blocks))
+        parameters = sum(p.numel() for p in blocks.parameters())
+        need = contract.session_bytes(parameters, len(blocks))
+        self._check_disk(id_, _KEPT * contract.checkpoint_bytes(parameters))
         with self._place(id_, need):
             live = self._live(id_, steps, contract, saved)
             self.log("opened" if live.after == 0 else "resumed", live.name, step=live.after, memory=need)
@@ -335,6 +342,8 @@ class Sessions:
         """Return the contract if this server accepts it."""
         if not 1 <= request.version <= VERSION:
             raise Refusal("FAILED_PRECONDITION", f"The protocol is version {VERSION}. Found {request.version}.")
+        if len(request.steps) > _MOST_STEPS:
+            raise Refusal("INVALID_ARGUMENT", f"At most {_MOST_STEPS} steps are offered. Found {len(request.steps)}.")
         contract = Contract.of(request.contract)
         try:
             check_cut(self.victim.model, contract.cut_layer)
@@ -352,9 +361,19 @@ class Sessions:
             raise Refusal("RESOURCE_EXHAUSTED", f"This server takes messages of at most {most}.")
         return contract
 
+    def _check_disk(self, id_: str, need: int) -> None:
+        """Refuse a session whose checkpoints would take too much of the disk, and a new one too many."""
+        if need > self.limits.disk:
+            sizes = f"{need / 2**20:.0f} MiB on disk; a session may take {self.limits.disk / 2**20:.0f}"
+            raise Refusal("RESOURCE_EXHAUSTED", f"The session's checkpoints would take about {sizes}.")
+        if not self._checkpoints(id_).folder.exists():
+            stored = sum(1 for path in self.folder.iterdir() if path.is_dir())
+            if stored >= _MOST_STORED:
+                raise Refusal("RESOURCE_EXHAUSTED", f"This server keeps {stored} sessions: delete old ones in --state.")
+
     def _find(self, asked: str, steps: Sequence[int]) -> str | None:
         """Return the id of a session that is on disk or in use, or None if a new one has to be opened."""
-        if asked and not _ID.fullmatch(asked):
+        if asked and not SESSION_ID.fullmatch(asked):
             raise Refusal(
                 "INVALID_ARGUMENT", f"A session's id has 64 hexadecimal digits. Found {len(asked)} characters."
             )
@@ -382,11 +401,14 @@ class Sessions:
             if id_ in self._taken:
                 raise Refusal("ABORTED", "The session is in another client's hands: one client at a time.")
             if len(self._taken) >= self.limits.sessions:
-                raise Refusal("RESOURCE_EXHAUSTED", f"All {self.limits.sessions} sessions are taken: try again later.")
+                raise Refusal("ABORTED", f"All {self.limits.sessions} sessions are taken: try again later.")
             left = self.limits.memory - sum(self._taken.values())
             if need > left:
                 sizes = f"{need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB are left"
-                raise Refusal("RESOURCE_EXHAUSTED", f"The session would take about {sizes}: use a smaller batch.")
+                message = f"The session would take about {sizes}: use a smaller batch"
+                if need > self.limits.memory:
+                    raise Refusal("RESOURCE_EXHAUSTED", f"{message}.")
+                raise Refusal("ABORTED", f"{message}, or try again later.")  # other sessions have the rest
             self._taken[id_] = need
         try:
             yield
@@ -406,7 +428,7 @@ class Sessions:
             raise Refusal("FAILED_PRECONDITION", f"The session can go on after steps {found}.")
         name, weights_sha256 = id_[:_NAME_LENGTH], self._hash(contract)
         facts = {"contract": asdict(contract), "weights_sha256": weights_sha256}
-        record = None if self.recorder is None else self.recorder.session(name, facts)
+        record = None if self.recorder is None else self.recorder.session(name, facts, self.limits.disk)
         return Live(id_, name, session, step, stored, saved, self.every, weights_sha256, self.log, record)
 
     def _restore(self, session: Session, stored: SessionCheckpoints, step: int) -> bool:

@@ -1,0 +1,179 @@
+"""Files that somebody made to do harm: each is refused in one line, with little memory and in little time."""
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from privlab.base import PrivlabError, parse_json, parse_toml, read_json, read_text, refuse_links, write_whole
+from privlab.grids import read_experiment
+from privlab.images.datasets import parquet
+from privlab.images.manifest import read_manifest
+from privlab.keys.key_file import load_key
+from privlab.release.gradient_file import read_gradient_file
+from privlab.split import read_token
+from privlab.victims.weights import read_state
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "experiment.toml": read_experiment,
+    "weights.safetensors": read_state,
+    "weights.npz": read_state,
+    "weights.pt": read_state,
+    "images.parquet": parquet,
+    "manifest.csv": read_manifest,
+    "gradients.safetensors": read_gradient_file,
+    "model.key": load_key,
+    "token": read_token,
+    "run.json": lambda path: read_json(path, "run"),
+}
+"""What reads each kind of file."""
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    os.mkfifo(path, 0o600)
+    with pytest.raises(PrivlabError) as caught:
+        READERS[name](path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("parse", [parse_json, parse_toml])
+@pytest.mark.parametrize("depth", [101, 500, 200_000])
+def test_nested_text_is_refused(parse: Callable[[str, str], Any], depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    with pytest.raises(PrivlabError, match="nested too deeply"):
+        parse(nested if parse is parse_json else f"x = {nested}", "this")
+
+
+def test_number_of_ten_thousand_digits_is_refused() -> None:
+    with pytest.raises(PrivlabError, match="is no JSON"):
+        parse_json("1" * 10_000, "this")
+
+
+def test_nested_text_within_the_limit_is_read() -> None:
+    assert len(parse_json("[" * 90 + "]" * 90, "this")) == 1
+
+
+def test_text_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "card.toml").open("wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(PrivlabError, match="at most"):
+        read_text(tmp_path / "card.toml", "card")
+
+
+def test_a_link_is_never_written_through(tmp_path: Path) -> None:
+    mine, link = tmp_path / "mine", tmp_path / "report.html"
+    mine.write_text("mine")
+    link.symlink_to(mine)
+    write_whole(link, lambda temporary: temporary.write_text("page"))
+    assert (mine.read_text(), link.read_text(), link.is_symlink()) == ("mine", "page", False)
+
+
+def test_the_temporary_file_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was opened by its name, which led through a link that somebody had put there."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    monkeypatch.setattr(Path, "with_name", lambda path, name: path.parent / ".tmp-known")
+    (tmp_path / ".tmp-known").symlink_to(mine)
+    with pytest.raises(PrivlabError, match="exists"):
+        write_whole(tmp_path / "page", lambda temporary: temporary.write_text("page"))
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_folder_with_a_way_out_is_refused(tmp_path: Path, kind: str) -> None:
+    deep = tmp_path / "pictures" / "0123"
+    deep.mkdir(parents=True)
+    refuse_links(tmp_path)
+    (deep / "x.png").symlink_to("/etc/hostname") if kind == "link" else os.mkfifo(deep / "x.png")
+    with pytest.raises(PrivlabError, match=kind):
+        refuse_links(tmp_path)
+
+
+# Small files that stand for much
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Check that what is read inside takes at most 2 GiB that stay."""
+    before = psutil.Process().memory_info().rss
+    yield
+    assert psutil.Process().memory_info().rss - before < 2**31
+
+
+def repeated(path: Path, value: bytes, times: int) -> Path:
+    indices = pa.array(np.zeros(times, np.int32))
+    column = pa.DictionaryArray.from_arrays(indices, pa.array([value]))
+    pq.write_table(pa.table({"image": column}), path, compression="zstd", store_schema=False)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize(("size", "times"), [(2**20, 20_000), (2**26, 200), (1, 2**22)])
+def test_parquet_that_unpacks_to_much_is_refused(tmp_path: Path, size: int, times: int) -> None:
+    path = repeated(tmp_path / "a.parquet", b"x" * size, times)
+    assert path.stat().st_size < 10**7
+    with pytest.raises(PrivlabError, match=r"stand for more|values; at most"):
+        parquet(path)
+
+
+def test_label_with_very_many_classes_is_refused(tmp_path: Path) -> None:
+    labels = pa.ListArray.from_arrays(pa.array([0, 2**22], pa.int32()), pa.array(np.zeros(2**22, np.int64)))
+    pq.write_table(pa.table({"image": [b"x"], "label": labels}), tmp_path / "a.parquet")
+    with pytest.raises(PrivlabError, match="values; at most"):
+        parquet(tmp_path / "a.parquet")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_memory")
+def test_archive_that_unpacks_to_much_is_refused(tmp_path: Path) -> None:
+    for name in ("a.npz", "a.pt"):
+        with (
+            zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive,
+            archive.open("x.npy", "w", force_zip64=True) as member,
+        ):
+            for _ in range(80):
+                member.write(bytes(2**24))
+        assert (tmp_path / name).stat().st_size < 10**7
+        with pytest.raises(PrivlabError, match="would unpack"):
+            read_state(tmp_path / name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_memory")
+def test_checkpoint_that_repeats_itself_is_refused(tmp_path: Path) -> None:
+    tables: Any = {"x": torch.zeros(1)}
+    for _ in range(40):  # 2⁴⁰ tensors
+        tables = {"a": tables, "b": tables}
+    endless: Any = {}
+    endless["again"] = endless
+    for content in (tables, endless, {"x": torch.zeros(1).expand(10**10)}):
+        torch.save(content, tmp_path / "a.pt")
+        with pytest.raises(PrivlabError, match="entries or"):
+            read_state(tmp_path / "a.pt")
+
+
+def test_experiment_of_very_many_runs_is_refused(tmp_path: Path) -> None:
+    start = '[run]\nmodel = "tiny_vit"\n'
+    many = json.dumps([*range(100)])
+    for text in (
+        f"{start}draws = 1000000000\n",
+        f"{start}client_batch = 1000000000\n",
+        f'{start}"client.batch_size" = 1000000000\n',
+        f"{start}seeds = {many}\ndraws = 1000\n",
+        f"{start}[grid]\ngamma = {many}\nevery = {many}\noffset = {many}\nlimit = {many}\n",
+    ):
+        (tmp_path / "a.toml").write_text(text)
+        with pytest.raises(PrivlabError, match=r"at most \d+"):
+            read_experiment(tmp_path / "a.toml")

@@ -1,0 +1,261 @@
+"""Peers that mean harm: callers without the token, clients that do not read or ask for too much, a false server."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from privlab.base import PrivlabError
+from privlab.release import Recorder
+from privlab.split.client.client import Client
+from privlab.split.protocol.checkpoint import private_folder
+from privlab.split.protocol.split_pb2 import Contract as Terms
+from privlab.split.protocol.split_pb2 import Open, Opened, Reply, Request, Tensors
+from privlab.split.protocol.wire import pack
+from privlab.split.server.server import METHOD, SERVICE
+from privlab.split.server.session import Limits
+
+grpc = pytest.importorskip("grpc")
+
+HEALTH = "/grpc.health.v1.Health/Check"
+SERVING = b"\x08\x01"
+FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
+NO_STEP = 2**40
+
+
+def opening(tiny: Any, **changes: Any) -> bytes:
+    """Return the request that opens a session."""
+    terms = Terms(**asdict(tiny.contract()))
+    return Request(open=Open(**({"version": 1, "steps": [0]} | changes), contract=terms)).SerializeToString()
+
+
+# Callers without the token
+
+
+def test_silent_health_checks_lock_nobody_out(server: Any, client: Any, tiny: Any) -> None:
+    """Each held a thread of the server until its message came, which never did."""
+    silence = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        silence.wait(60)
+        yield from ()
+
+    with server(limits=Limits(sessions=2)) as (running, _), grpc.insecure_channel(running.address) as channel:
+        check = channel.stream_unary(HEALTH)
+        for _ in range(32):
+            assert check.future(nothing()).result(30) == SERVING  # before any request has come
+        with client(running).session(tiny.contract()) as remote:
+            assert remote.forward(1, FEATURES.clone()).isfinite().all()
+        silence.set()
+
+
+@pytest.mark.parametrize("path", [HEALTH, METHOD, f"/{SERVICE}/Other", "/grpc.health.v1.Health/Watch"])
+def test_no_message_of_a_caller_without_the_token_is_read(path: str, server: Any, tiny: Any) -> None:
+    sent: list[int] = []
+    ended = threading.Event()
+
+    def large() -> Iterator[bytes]:
+        for i in range(8):
+            sent.append(i)
+            yield bytes(2**24)
+        ended.wait(30)
+
+    with server() as (running, _), grpc.insecure_channel(running.address) as channel:
+        try:
+            assert list(channel.stream_stream(path)(large(), timeout=30)) == [SERVING]
+        except grpc.RpcError as error:
+            status = error.code().name  # pyright: ignore[reportAttributeAccessIssue]
+            assert status == "UNAUTHENTICATED"
+        ended.set()
+    assert len(sent) < 8  # the server answered while they were still being sent
+
+
+def test_refusals_are_logged_at_a_limited_rate(server: Any) -> None:
+    with server() as (running, events):
+        for _ in range(300):
+            running._log("refused", None, reason="x" * 10**6)
+        time.sleep(1.1)
+        running._log("refused", None, reason="x")
+    refused = [event for event in events if event["event"] == "refused"]
+    left_out = sum(event.get("complaints", 0) for event in events)
+    assert left_out >= 100
+    assert len(refused) + left_out == 301
+    assert max(len(event["reason"]) for event in refused) == 2000
+
+
+# Clients with the token
+
+
+def test_very_many_steps_are_refused(server: Any, stream: Any, tiny: Any) -> None:
+    with server() as (running, _):
+        status, details = stream(running.address, opening(tiny, steps=[NO_STEP] * 10**6))
+        assert (status, "At most 16 steps" in details) == ("INVALID_ARGUMENT", True)
+
+
+def test_a_client_that_does_not_read_is_sent_away(server: Any, client: Any, tiny: Any) -> None:
+    """It never takes its replies; with the smallest window of HTTP/2, the server cannot send them."""
+    features = torch.linspace(-1, 1, 6 * 17 * 32).view(6, 17, 32)
+    infer = Request(infer=pack("features", features)).SerializeToString()
+    gone = threading.Event()
+
+    def asking() -> Iterator[bytes]:
+        yield opening(tiny)
+        yield from [infer] * 2000  # 26 MB of replies
+        gone.wait(30)
+
+    with server(limits=Limits(sessions=1, idle=0.5)) as (running, events):
+        options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        with grpc.insecure_channel(running.address, options) as channel:
+            metadata = (("authorization", f"Bearer {tiny.TOKEN}"),)
+            call = channel.stream_stream(METHOD)(asking(), metadata=metadata)
+            until = time.monotonic() + 30
+            while not any("not read" in str(event) for event in events) and time.monotonic() < until:
+                time.sleep(0.05)
+            gone.set()
+            call.cancel()
+        assert any("not read" in str(event) for event in events)
+        until = time.monotonic() + 30
+        while not any(event["event"] == "closed" for event in events) and time.monotonic() < until:
+            time.sleep(0.05)
+        with client(running).session(tiny.contract()) as next_one:
+            assert next_one.step == 0
+
+
+def test_a_full_server_is_tried_again(server: Any, tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "client").mkdir()
+    waits: list[str] = []
+    waiting = threading.Event()
+
+    def note(message: str) -> None:
+        waits.append(message)
+        waiting.set()
+
+    with server(limits=Limits(sessions=1)) as (running, _), futures.ThreadPoolExecutor(1) as thread:
+        patient = tiny.Client(running.address, tiny.TOKEN, retry_for=30.0, tell=note)
+        learner = tiny.learner()
+        trainer = tiny.Trainer(learner, patient, tmp_path / "client")
+        with tiny.Client(running.address, tiny.TOKEN).session(tiny.contract()):
+            training = thread.submit(trainer.train, tiny.batches(), 2)
+            assert waiting.wait(30)
+        training.result(30)
+    assert "later" in waits[0]
+    assert learner.step == 2
+
+
+def test_a_session_takes_no_more_of_the_disk_than_allowed(server: Any, stream: Any, tiny: Any) -> None:
+    with server(limits=Limits(disk=2**16)) as (running, _):
+        status, details = stream(running.address, opening(tiny))
+    assert (status, "on disk" in details) == ("RESOURCE_EXHAUSTED", True)
+
+
+def test_a_recording_ends_where_its_disk_does(tmp_path: Path) -> None:
+    said: list[str] = []
+    session = Recorder(tmp_path / "seen", {}, on_stop=said.append).session("a", {}, 3 * FEATURES.nbytes)
+    for step in range(1, 10):
+        session.step(step, FEATURES, None)
+    assert len(list((tmp_path / "seen" / "a").glob("step-*"))) == 2
+    assert len(said) == 1
+
+
+def test_a_state_that_others_may_enter_is_refused(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(PrivlabError, match=r"must have mode 0700\. Found 0755"):
+        private_folder(tmp_path / "open")
+    with pytest.raises(PrivlabError, match="0700"), server(state=tmp_path / "open"):
+        pass
+
+
+# A server that means harm
+
+
+@contextmanager
+def false_server(answers: Callable[[Request], bytes | None]) -> Iterator[str]:
+    """Serve each request with the bytes that a function returns; None ends the stream."""
+
+    def session(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for request in requests:
+            if (answer := answers(Request.FromString(request))) is None:
+                context.abort(grpc.StatusCode.ABORTED, "\x1b[2Jcome back " + "x" * 4000)
+            yield answer
+
+    serving = grpc.server(futures.ThreadPoolExecutor(4))
+    handler = grpc.stream_stream_rpc_method_handler(session)
+    serving.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Session": handler}),))
+    port = serving.add_insecure_port("127.0.0.1:0")
+    serving.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        serving.stop(0).wait()
+
+
+def opened(**changes: Any) -> bytes:
+    return Reply(opened=Opened(**({"session": "a" * 64, "step": 0} | changes))).SerializeToString()
+
+
+WRONG: dict[str, Callable[[Request], bytes | None]] = {
+    "noise": lambda request: b"\xff" * 100,
+    "another reply": lambda request: Reply(inferred=b"x").SerializeToString(),
+    "a name that leads elsewhere": lambda request: opened(session="../../home"),
+    "a name of a million characters": lambda request: opened(session="a" * 10**6),
+    "a step that was not offered": lambda request: opened(step=NO_STEP),
+    "a reply that is too large": lambda request: bytes(2**24),
+    "outputs of another shape": lambda request: (
+        opened()
+        if request.WhichOneof("kind") == "open"
+        else Reply(outputs=Tensors(step=1, data=pack("outputs", FEATURES[:, :1]))).SerializeToString()
+    ),
+    "outputs that are not numbers": lambda request: (
+        opened()
+        if request.WhichOneof("kind") == "open"
+        else Reply(outputs=Tensors(step=1, data=pack("outputs", FEATURES * torch.inf))).SerializeToString()
+    ),
+    "no tensors": lambda request: (
+        opened()
+        if request.WhichOneof("kind") == "open"
+        else Reply(outputs=Tensors(step=1, data=bytes(10**4))).SerializeToString()
+    ),
+    "never": lambda request: None,
+    "opened, and then never": lambda request: opened() if request.WhichOneof("kind") == "open" else None,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_false_server_ends_in_one_line(name: str, tiny: Any) -> None:
+    with false_server(WRONG[name]) as address:
+        patient = Client(address, tiny.TOKEN, timeout=10.0)
+        with pytest.raises(PrivlabError) as ended, patient.session(tiny.contract()) as remote:
+            remote.forward(1, FEATURES.clone())
+    assert str(ended.value).isprintable()
+    assert len(str(ended.value)) < 3000
+
+
+def test_a_server_that_opens_sessions_and_ends_them_is_given_up(tiny: Any, tmp_path: Path) -> None:
+    with false_server(WRONG["opened, and then never"]) as address:
+        patient = Client(address, tiny.TOKEN, timeout=10.0, retry_for=0.5)
+        learner = tiny.learner(own_weights=True)  # so that the hash of the weights is not asked for
+        with pytest.raises(PrivlabError, match="--retry-for"):
+            tiny.Trainer(learner, patient, tmp_path).train(tiny.batches(), 1)
+
+
+def test_no_proxy_sees_the_token(server: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a proxy in the environment, even 127.0.0.1 was reached through it, without TLS."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0.5)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        with server() as (running, _):
+            with tiny.Client(running.address, tiny.TOKEN, timeout=20.0).session(tiny.contract()) as remote:
+                assert remote.step == 0
+            with pytest.raises(TimeoutError):
+                proxy.accept()
