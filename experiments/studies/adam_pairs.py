@@ -10,8 +10,7 @@ from torch import Generator, Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
 from privlab.base import PrivlabError, check_range, collect_warnings
-from privlab.evaluation import Specification, labelled, source_of
-from privlab.images import batches
+from privlab.evaluation import Specification, batches, labelled, source_of
 from privlab.metrics import psnr
 from privlab.release import observe_updates
 from privlab.threat import Client, ClientData, Observation
@@ -81,7 +80,7 @@ class AdamPairsStudy:
         )
         rows = []
         for chunk in batches(source_of(spec, [base]), base.preprocessing, 2):
-            batch, _ = labelled(chunk, base.model, predicted=self.labels == "predicted")
+            batch = labelled(chunk, base.model, predicted=self.labels == "predicted")
             if len(batch.images) == 2:
                 names = [image.name for image in batch.named]
                 for name in names:

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Specification
+from privlab.evaluation import Specification, batches
 from privlab.grids import references
 from privlab.images import (
     Data,
     NamedImage,
     Preprocessing,
-    batches,
     choose_images,
     open_images,
     read_manifest,
