@@ -1,6 +1,6 @@
-"""The pipeline: images → victim + defense → observation → attack → reconstruction → metrics → record.
+"""The pipeline: a batch → what clients feed → an observation → an attack → a reconstruction → scores → records.
 
-Only this file holds both the private image and the reconstruction.
+`Evaluator.__call__` is the whole way; the sections below follow its order. An attack gets an observation alone.
 """
 
 import math
