@@ -29,10 +29,10 @@ from privlab.base import (
 from privlab.benchmarks.common import Bench, machine, median_seconds, peak_memory, quiet, time_stage
 from privlab.benchmarks.first_paint import find_chromium, first_paint
 from privlab.benchmarks.stores import experiment_file, finished_run, photographs
-from privlab.evaluation import CONTROLS, GEOMETRIES, source_of, subject_of
+from privlab.evaluation import CONTROLS, GEOMETRIES, batches, source_of, subject_of
 from privlab.grids import Engine, Experiment, Options, Result, prepare, read_experiment
 from privlab.grids.fill import fill
-from privlab.images import batches, open_images
+from privlab.images import open_images
 from privlab.release import observe
 from privlab.report.page import write_page
 from privlab.report.tables import load_results

@@ -278,6 +278,17 @@ def test_mjp_of_a_model_of_ones_own(photos: Tensor) -> None:
         privlab.victim("cifar_vit", unknown_pe="mean")
 
 
+def test_a_model_is_observed_as_it_is_attacked(photos: Tensor) -> None:
+    """`observe` makes a victim of a timm model or of a name, as `attack` does."""
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    for model in (vit, "cifar_vit"):
+        wanted = privlab.observe(privlab.victim(model), photos, [3, 7, 1], ["pos_embed"])
+        found = privlab.observe(model, photos, [3, 7, 1], ["pos_embed"])
+        assert torch.equal(found.gradients["pos_embed"], wanted.gradients["pos_embed"])
+    with pytest.raises(PrivlabError, match="ViT of timm"):
+        privlab.observe(torch.nn.Linear(1, 1), photos)
+
+
 def test_gradients_of_images_are_those_that_are_released_and_can_be_followed(photos: Tensor) -> None:
     seen = privlab.observe(privlab.victim("cifar_vit"), photos, [3, 7, 1], ["head.weight", "pos_embed"])
     made = seen.gradients_of(photos, torch.tensor([3, 7, 1]))

@@ -12,8 +12,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from privlab.base import PrivlabError, Progress
+from privlab.evaluation import batches
 from privlab.experiments.training.classifiers import NamedClassifier
-from privlab.images import Data, batches, open_images
+from privlab.images import Data, open_images
 from privlab.victims import Victim
 
 ALEXNET: dict[str, float] = {

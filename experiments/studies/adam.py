@@ -11,9 +11,8 @@ from torch import Generator, Tensor
 
 from privlab.attacks.solvers import FirstBlocks, Shown, shown_by_round
 from privlab.base import PrivlabError, check_range, full_precision
-from privlab.evaluation import labelled, source_of
+from privlab.evaluation import batches, labelled, source_of
 from privlab.grids import specify
-from privlab.images import batches
 from privlab.release import each_release, observe_updates, released_parameters
 from privlab.threat import Client, ClientData
 from privlab.victims import Victim, victim
@@ -96,7 +95,7 @@ class AdamStudy:
             raise PrivlabError(f"privlab study adam needs a learned position embedding. {self.model} has none.")
         rows = []
         for chunk in batches(source_of(spec, [base]), base.preprocessing, 1):
-            batch, _ = labelled(chunk, base.model, predicted=self.labels == "predicted")
+            batch = labelled(chunk, base.model, predicted=self.labels == "predicted")
             for image, pixels, label in zip(batch.named, batch.images, batch.labels, strict=True):
                 say(image.name)
                 rows.append({"image": image.name} | self._row(base, pixels[None], label[None]))

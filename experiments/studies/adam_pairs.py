@@ -10,9 +10,8 @@ from torch import Generator, Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
 from privlab.base import PrivlabError, check_range, collect_warnings
-from privlab.evaluation import labelled, source_of
+from privlab.evaluation import batches, labelled, source_of
 from privlab.grids import specify
-from privlab.images import batches
 from privlab.metrics import psnr
 from privlab.release import observe_updates
 from privlab.threat import Client, ClientData, Observation
@@ -82,7 +81,7 @@ class AdamPairsStudy:
         )
         rows = []
         for chunk in batches(source_of(spec, [base]), base.preprocessing, 2):
-            batch, _ = labelled(chunk, base.model, predicted=self.labels == "predicted")
+            batch = labelled(chunk, base.model, predicted=self.labels == "predicted")
             if len(batch.images) == 2:
                 names = [image.name for image in batch.named]
                 for name in names:

@@ -19,7 +19,8 @@ from scipy.stats import bootstrap
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, write_whole
-from privlab.images import Preprocessing, batches, open_images
+from privlab.evaluation import batches
+from privlab.images import Preprocessing, open_images
 from privlab.threat import Draws
 from privlab.victims import VictimModel
 

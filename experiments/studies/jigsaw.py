@@ -13,13 +13,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range, draw_for, versions, write_whole
+from privlab.evaluation import Batch, batches
 from privlab.experiments.methods.border_odds import border_odds
 from privlab.experiments.methods.exact_order import MOST_SLOTS, arrange_exactly
 from privlab.experiments.methods.slot_law import SlotLaw, fit_slots
 from privlab.experiments.studies.data import mean_interval, write_facts
 from privlab.experiments.studies.jigsaw_protocols import PROTOCOLS, Protocol, protocol
 from privlab.experiments.studies.jigsaw_published import Published, published_for
-from privlab.images import Chunk, Others, Preprocessing, batches, open_images
+from privlab.images import Others, Preprocessing, open_images
 from privlab.metrics import adjacent_share
 from privlab.reassembly import FLOOR, assemble
 from privlab.reassembly.border_costs import border_costs
@@ -203,7 +204,7 @@ def _measure_protocol(plan: JigsawStudy, cut: Protocol, say: Say) -> pd.DataFram
     return pd.DataFrame(rows)
 
 
-def _learn(plan: JigsawStudy, cut: Protocol, preprocessing: Preprocessing, private: Sequence[Chunk]) -> SlotLaw:
+def _learn(plan: JigsawStudy, cut: Protocol, preprocessing: Preprocessing, private: Sequence[Batch]) -> SlotLaw:
     """Return the law of slots from the public photographs that show none of the private ones."""
     assert plan.public is not None
     found = []
@@ -275,7 +276,7 @@ def solve(
     return find(odds, (side, side), known, places=places)
 
 
-def _measure(plan: JigsawStudy, cut: Protocol, chunk: Chunk, missing: int, law: SlotLaw | None) -> list[dict[str, Any]]:
+def _measure(plan: JigsawStudy, cut: Protocol, chunk: Batch, missing: int, law: SlotLaw | None) -> list[dict[str, Any]]:
     """Return the records of some images with some pieces missing."""
     rows = []
     for image, pieces in zip(chunk.named, cut.cut(chunk.images), strict=True):

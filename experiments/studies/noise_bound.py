@@ -17,10 +17,9 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, draw_for, full_precision, write_whole
-from privlab.evaluation import Case, labelled, source_of
+from privlab.evaluation import Case, batches, labelled, source_of
 from privlab.experiments.methods.reconstruction_bound import fixed_guess, gram, identify, success_bound
 from privlab.grids import specify
-from privlab.images import batches
 from privlab.release import released_gradients, released_parameters
 from privlab.report.intervals import clopper_pearson
 from privlab.stores import RunDirectory
@@ -112,7 +111,7 @@ def _photographs(spec: Case, base: Victim) -> tuple[Float[Tensor, "m c h w"], Fl
     names, images, hashes = released_parameters(base.model), [], set[str]()
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     for chunk in batches(source_of(spec, [base]), base.preprocessing, 8):
-        batch, _ = labelled(chunk, base.model, predicted=spec.data.labels == "predicted")
+        batch = labelled(chunk, base.model, predicted=spec.data.labels == "predicted")
         feed = Feed.undefended(batch.images, base.model.patch)
         with full_precision():
             for name, g in released_gradients(base.model, feed, batch.labels, names).items():

@@ -20,8 +20,9 @@ from privlab.base import (
     versions,
     write_whole,
 )
+from privlab.evaluation import Batch, batches
 from privlab.experiments.studies.data import mean_interval, write_facts
-from privlab.images import Chunk, Preprocessing, batches, open_images
+from privlab.images import Preprocessing, open_images
 from privlab.metrics import adjacent_share, placed_share
 from privlab.patches import jigsaw, patchify
 from privlab.reassembly import REASSEMBLIES, Predicted, Reassembly
@@ -151,7 +152,7 @@ def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
     return named
 
 
-def _measure(plan: PlacementStudy, chunk: Chunk, gamma: float, named: Mapping[str, Reassembly]) -> pd.DataFrame:
+def _measure(plan: PlacementStudy, chunk: Batch, gamma: float, named: Mapping[str, Reassembly]) -> pd.DataFrame:
     """Return the records of some images at one γ."""
     draws = [draw_for(plan.seed, image.sha256, f"placement/{gamma:g}") for image in chunk.named]
     shuffled, sent, moved = jigsaw(chunk.images, plan.patch, gamma, draws)

@@ -15,8 +15,9 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from privlab.base import PrivlabError, write_whole
+from privlab.evaluation import batch_of
 from privlab.experiments.studies.data import write_facts, write_tables
-from privlab.images import chunk_of, open_images
+from privlab.images import open_images
 from privlab.victims import Victim, VictimModel, victim
 
 DIMENSIONS = (3, 4, 5, 6, 7)
@@ -256,7 +257,7 @@ def attention_weights(block: Any, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b
 
 def _attention(plan: PositionStudy, subject: Victim, images: str, out: Path) -> pd.DataFrame:
     """Return the attention to each slot; `image` names the file in `out` with the image that was fed."""
-    chunk = chunk_of(open_images(images, limit=plan.limit), subject.preprocessing)
+    chunk = batch_of(open_images(images, limit=plan.limit), subject.preprocessing)
     if not chunk.named:
         raise PrivlabError(f"No image of {images} can be read: {chunk.failed[0].problem}.")
     maps = last_attention(subject.model, chunk.images.to(subject.model.mean)).cpu().double().numpy()

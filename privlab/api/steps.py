@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Batch, Clients, completed, labelled, score_images
+from privlab.evaluation import Batch, Clients, batch_of, completed, labelled, score_images
 from privlab.evaluation.setup import learned_metric
-from privlab.images import Chunk, NamedImage, chunk_of, open_images
+from privlab.images import NamedImage, open_images
 from privlab.images.given import data_of
 from privlab.images.targets import checked_targets
 from privlab.release.checked import images_for, model_of
@@ -27,6 +27,7 @@ from privlab.threat import (
     Update,
 )
 from privlab.victims import Victim, VictimModel, hash_of
+from privlab.victims import victim as make_victim
 from privlab.victims.closed_form import check_names
 
 Part = Any
@@ -34,7 +35,7 @@ Part = Any
 
 
 def observe(
-    victim: Victim | VictimModel,
+    victim: str | nn.Module | Victim,
     images: Any,  # noqa: ANN401
     labels: Any = None,  # noqa: ANN401
     parameters: Iterable[str] | None = None,
@@ -48,7 +49,7 @@ def observe(
     """Return what the adversary sees of clients: what they release, and what the threat model grants.
 
     Args:
-        victim: the clients' model; it is left as it is.
+        victim: the clients' model, which is left as it is: a victim or its model, or what `privlab.victim` takes.
         images: b × c × h × w private images in [0, 1], or bytes; or what `attack` takes, all of which is released.
         labels: the class index of each image, its classes, or a soft label (b × y), as in `attack`; for a client whose
             loss is of numbers, b or b × y of these; None for those that the images bring along, and for the model's own
@@ -71,22 +72,26 @@ def observe(
         torch.Size([1, 3, 32, 32])
     """
     check_names(parameters)
+    if not isinstance(victim, Victim | VictimModel):
+        victim = make_victim(victim)
     model = model_of(victim)
     release = Gradient() if release is None else release
     several = isinstance(release, Update) and release.client.takes_several_classes
-    numbers = takes_numbers(release, labels)
-    batch = _batch(victim, images, labels, multi_label=several, numbers=numbers)
+    predicted = isinstance(labels, str) and labels == "predicted"
+    given = _batch(victim, images, labels, numbers=takes_numbers(release, labels))
+    batch = labelled(given, model, predicted=predicted, multi_label=several)
+    if batch.failed:
+        raise PrivlabError(f"{batch.failed[0].name} cannot be used. {batch.failed[0].problem}")
     if not batch.named:
         raise PrivlabError("A client needs at least one image. Found none.")
     parts = defense if isinstance(defense, Sequence) and not isinstance(defense, str) else [defense]
     stack = Stack(tuple(completed(part, "defense") for part in parts))
     clients = Clients(release, stack, seed, draw, hash_of(model.state_dict()))
-    own = None if public is None else _chunk(victim, public, what="public images").images.to(model.mean)
+    own = None if public is None else _batch(victim, public, what="public images").images.to(model.mean)
     b = len(batch.named)
     if isinstance(release, Gradient) and b % release.batch:
         raise PrivlabError(f"Gradient(batch={release.batch}) needs a multiple of {release.batch} images. Found {b}.")
-    trial = clients.trial(model, batch, "c")
-    return clients.observe(model, trial, None if parameters is None else sorted(parameters), own)
+    return clients.observe(model, batch, None if parameters is None else sorted(parameters), own)
 
 
 def takes_numbers(release: Release | str | None, labels: Any) -> bool:  # noqa: ANN401
@@ -105,43 +110,25 @@ def takes_numbers(release: Release | str | None, labels: Any) -> bool:  # noqa: 
 def _batch(
     victim: Victim | VictimModel,
     images: Any,  # noqa: ANN401
-    labels: Any,  # noqa: ANN401
-    *,
-    multi_label: bool,
-    numbers: bool,
-) -> Batch:
-    """Return the images that clients release, with their labels."""
-    model = model_of(victim)
-    predicted = isinstance(labels, str) and labels == "predicted"
-    chunk = _chunk(victim, images, labels, numbers=numbers)
-    batch, unusable = labelled(chunk, model, predicted=predicted, multi_label=multi_label)
-    if unusable:
-        raise PrivlabError(f"{unusable[0].name} cannot be used. {unusable[0].problem}")
-    return batch
-
-
-def _chunk(
-    victim: Victim | VictimModel,
-    images: Any,  # noqa: ANN401
     labels: Any = None,  # noqa: ANN401
     what: str = "images",
     *,
     numbers: bool = False,
-) -> Chunk:
+) -> Batch:
     """Return images as the victim takes them; tensors have its size already, and are known by the hash of its input."""
     first = images[0] if isinstance(images, list | tuple) and images else images
     if not isinstance(first, Tensor | np.ndarray):
         if not isinstance(victim, Victim):
             raise PrivlabError(f"The {what} are read with a victim's preprocessing. Found a model: give the victim.")
         data = data_of(images, labels, numbers=numbers)
-        return chunk_of(open_images(data, labels=labels) if isinstance(labels, str) else data, victim.preprocessing)
+        return batch_of(open_images(data, labels=labels) if isinstance(labels, str) else data, victim.preprocessing)
     x = images_for(model_of(victim), images, what)
     hashes = [hashlib.sha256(image.cpu().contiguous().numpy().tobytes()).hexdigest() for image in x]
     named = [NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes)]
     if labels is not None and not isinstance(labels, str):
         targets = checked_targets(labels, len(named), numbers=numbers)
         named = [image.labelled(target, "dataset") for image, target in zip(named, targets, strict=True)]
-    return Chunk(tuple(named), x, ())
+    return Batch(named, x)
 
 
 def score(

@@ -10,8 +10,9 @@ import stat
 import tomllib
 import zipfile
 from collections.abc import Callable, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from privlab.base.errors import PrivlabError
 
@@ -26,7 +27,7 @@ _UNPACKED_BYTES = 2**30
 _RATIO = 16
 
 
-def open_file(path: Path, what: str, most: int | None = None) -> BinaryIO:
+def open_file(path: Path, what: str, most: int | None = None) -> BufferedReader:
     """Open a regular file to read its bytes.
 
     Args:

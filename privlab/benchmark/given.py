@@ -146,7 +146,7 @@ def _attacked(attack: Attack, seen: Observation, private: NamedImage, of: Track,
         return {}
     if not {*attack.parameters} <= {"*", *seen.gradients}:
         return {}
-    found = attempt(attack, seen)
-    if found.reconstruction is None:
-        return {"attack": attack.name, "status": "failed", "reason": found.reason}
-    return {"attack": attack.name, **_scores(of, base, found.reconstruction.images[0], private)}
+    found, how = attempt(attack, seen)
+    if found is None:
+        return {"attack": attack.name, "status": "failed", "reason": how.reason}
+    return {"attack": attack.name, **_scores(of, base, found.images[0], private)}

@@ -5,6 +5,8 @@ from .applicable import stands_in as stands_in
 from .applicable import unread as unread
 from .batch import Batch as Batch
 from .batch import batch_key as batch_key
+from .batch import batch_of as batch_of
+from .batch import batches as batches
 from .batch import labelled as labelled
 from .case import Adversary as Adversary
 from .case import Automatic as Automatic
@@ -23,17 +25,14 @@ from .check import attempt as attempt
 from .check import beyond_range as beyond_range
 from .check import check_reconstruction as check_reconstruction
 from .check import unchanged as unchanged
-from .controls import Controls as Controls
+from .controls import Public as Public
 from .names import GEOMETRIES as GEOMETRIES
 from .names import SETTINGS as SETTINGS
 from .names import check_names as check_names
 from .names import known_names as known_names
 from .observing import Clients as Clients
-from .observing import Trial as Trial
 from .own import completed as completed
 from .pipeline import Evaluator as Evaluator
-from .pipeline import Panel as Panel
-from .pipeline import Scored as Scored
 from .pipeline import Strip as Strip
 from .records import COLUMNS as COLUMNS
 from .records import CONTROL as CONTROL

@@ -1,17 +1,18 @@
-"""The private images of one batch: their labels, their random draws, and which of them are attacked together."""
+"""The private images of one batch: their labels and random draws, and what their clients feed and send of them."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from privlab.base import draw_for, full_precision, warn
-from privlab.evaluation.records import Record
-from privlab.images import Chunk, NamedImage, Preprocessing, apart_from, common, problem_of_label
-from privlab.threat import FeatureObservation, Observation
+from privlab.base import check_range, draw_for, full_precision, warn
+from privlab.images import Data, NamedImage, Preprocessing, apart_from, common, problem_of_label
+from privlab.threat import FeatureObservation, Feed, Observation, Sent
 from privlab.victims import VictimModel
 
 Seen = Observation | FeatureObservation
@@ -24,17 +25,36 @@ def batch_key(sha256: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The usable images of a chunk, on the model's device, with their labels, which `named` state too.
+    """Private images on their way from a file to a score; an attack sees nothing of it.
 
-    With multi-label targets, `labels` holds a 1 for each class of an image and 0 for the others; with soft labels, the
-    share of each class.
-    `key` names all images of the chunk, unreadable ones included, since what a client draws depends on its whole batch.
+    `named` are the images that can be used, with their pixels in `images`; `failed` are those that cannot. `labels` are
+    empty until `labelled` fills them in, on the model's device: class indices; with multi-label targets a 1 for each
+    class of an image and 0 for the others; with soft labels the share of each class.
+
+    The other fields say what the clients do in one `setting`. `feed` is what they feed their models, None before
+    `Clients.feed`; `sent` is what they send in split learning, None where gradients are released. `known` marks the
+    slots that the adversary knows to hold their own patch; None where the release does not say.
     """
 
     named: Sequence[NamedImage]
     images: Float[Tensor, "b c h w"]
-    labels: Int[Tensor, " b"] | Float[Tensor, "b y"]
-    key: str
+    labels: Int[Tensor, " l"] | Float[Tensor, "b y"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    failed: Sequence[NamedImage] = ()
+    setting: str = "c"
+    feed: Feed | None = None
+    sent: Sent | None = None
+    known: Bool[Tensor, "b n"] | None = None
+
+    @property
+    def fed(self) -> Feed:
+        """Return what the clients feed their models, which `Clients.feed` has computed."""
+        assert self.feed is not None
+        return self.feed
+
+    @property
+    def reference(self) -> Float[Tensor, "b c h w"]:
+        """Return what reconstructions are compared with: in setting b what was fed (MJP, section 5.4)."""
+        return self.fed.images if self.setting == "b" else self.images
 
     @property
     def together(self) -> str:
@@ -42,8 +62,17 @@ class Batch:
         return "/".join(image.sha256 for image in self.named)
 
     def take(self, rows: Sequence[int]) -> "Batch":
-        """Return the batch of some of the images."""
-        return Batch([self.named[i] for i in rows], self.images[rows], self.labels[rows], self.key)
+        """Return the batch of some of the images; what was sent can be taken only as a whole."""
+        if len(rows) == len(self.named):
+            return self
+        return replace(
+            self,
+            named=[self.named[i] for i in rows],
+            images=self.images[rows],
+            labels=self.labels[rows] if len(self.labels) else self.labels,
+            feed=None if self.feed is None else self.feed.take(rows),
+            known=None if self.known is None else self.known[rows],
+        )
 
     def draws(self, seed: int, purpose: str, draw: int) -> list[Generator]:
         """Return a random generator for each image, seeded by SHA-256 of "seed/hash of the image/purpose/draw".
@@ -64,8 +93,8 @@ class Batch:
         if together is None:
             return 1
         if (b := len(self.named)) < together:
-            told = "fewer were left or could be used, and the fewer, the easier (`batch_images` says which)"
-            warn(f"A gradient of {b} instead of {together} images: {told}.")
+            reason = "fewer were left or could be used, and the fewer, the easier (`batch_images` says which)"
+            warn(f"A gradient of {b} instead of {together} images: {reason}.")
         return b
 
     def release_draws(self, seed: int, draw: int, images_per_release: int) -> list[Generator]:
@@ -79,9 +108,93 @@ class Batch:
         names, B = [image.sha256 for image in self.named], images_per_release
         return [draw_for(seed, "/".join(names[i : i + B]), "release", draw) for i in range(0, len(names), B)]
 
-    def stated(self, together: int | None) -> Record:
-        """Return what the rows state of a batch that is released as one; nothing if images are released one by one."""
-        return {} if together is None else {"batch": self.key, "batch_images": len(self.named)}
+    def stated(self, together: int | None) -> dict[str, Any]:
+        """Return what the rows state of a batch that is released as one; nothing if images are released one by one.
+
+        Its key names all images, those that failed included, since what a client draws depends on its whole batch.
+        """
+        if together is None:
+            return {}
+        key = batch_key(image.sha256 for image in (*self.named, *self.failed))
+        return {"batch": key, "batch_images": len(self.named)}
+
+
+def batches(data: Data, preprocessing: Preprocessing, size: int) -> Iterator[Batch]:
+    """Yield the images of data in batches of `size` readable ones, preprocessed and without labels.
+
+    The last batch may have fewer images, or unreadable ones only.
+
+    Args:
+        data: the images, read one at a time as the batches are asked for.
+        preprocessing: makes the pixels of each image, c × h × w in [0, 1].
+        size: the number of readable images in a batch, at least 1.
+
+    Raises:
+        PrivlabError: if `size` is not a positive integer.
+    """
+    check_range(type(size) is int and size >= 1, "size", "a positive integer", size)
+    left = iter(data)
+    found = iter(lambda: batch_of(left, preprocessing, size), None)
+    return takewhile(lambda batch: batch.named or batch.failed, found)
+
+
+def batch_of(found: Iterable[NamedImage], preprocessing: Preprocessing, size: int | None = None) -> Batch:
+    """Return images as one batch without labels.
+
+    Args:
+        found: the images.
+        preprocessing: as `batches` takes it.
+        size: the number of readable images after which no more are taken; None for all.
+    """
+    fine: list[NamedImage] = []
+    images: list[Tensor] = []
+    failed: list[NamedImage] = []
+    for image in found:
+        if image.pixels is None:
+            failed.append(image)
+        else:
+            images.append(preprocessing(image.pixels))
+            fine.append(replace(image, pixels=None))
+        if len(fine) == size:
+            break
+    empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
+    return Batch(fine, torch.stack(images) if images else empty, failed=failed)
+
+
+def labelled(batch: Batch, model: VictimModel, *, predicted: bool, multi_label: bool = False) -> Batch:
+    """Return the batch on the model's device and with labels.
+
+    Images fail too whose label is not below the model's number of classes, and those with multi-label targets where the
+    loss does not take these. A model without classifier reads no label: the numbers in the batch stand for none.
+
+    Args:
+        batch: images as the victim's preprocessing gives them, and those that could not be read.
+        model: the victim's model; its own prediction is the label of an image that has none.
+        predicted: whether the prediction replaces every label.
+        multi_label: whether the client's loss takes any number of classes for an image.
+    """
+    classes, images, named = model.vit.num_classes, batch.images.to(model.mean), list(batch.named)
+    if not classes:
+        return replace(batch, images=images, labels=torch.zeros(len(images), dtype=torch.long, device=images.device))
+    lacking = [i for i, p in enumerate(named) if predicted or p.target is None]
+    if lacking:
+        with torch.no_grad(), full_precision():
+            found = model(images).argmax(1).tolist()
+        for i in lacking:
+            named[i] = replace(named[i], label=found[i], targets=None, label_origin="predicted")
+    if not multi_label:  # a list of one class is that class
+        named = [
+            replace(image, label=image.targets[0], targets=None)
+            if image.targets and len(image.targets) == 1 and not image.is_soft
+            else image
+            for image in named
+        ]
+    named = [replace(image, problem=_problem_of_label(image, classes, multi_label=multi_label)) for image in named]
+    fine = [i for i, image in enumerate(named) if image.problem is None]
+    usable, wrong = [named[i] for i in fine], [image for image in named if image.problem is not None]
+    labels = _labels_of(usable, classes).to(images.device)
+    labels = labels.to(images.dtype) if labels.is_floating_point() else labels
+    return replace(batch, named=usable, images=images[fine], labels=labels, failed=[*batch.failed, *wrong])
 
 
 def each_release(rows: list[int], seen: Seen) -> list[tuple[list[int], Seen]]:
@@ -123,47 +236,6 @@ def attacked_together(
         ([r * B + i for r in own for i in range(B)], replace(seen.take(own), photographs=names))
         for names, own in groups.items()
     ]
-
-
-def labelled(
-    chunk: Chunk, model: VictimModel, *, predicted: bool, multi_label: bool = False
-) -> tuple[Batch, list[NamedImage]]:
-    """Return the usable images of a chunk, on the model's device and with labels, and those that cannot be used.
-
-    The second are the images that could not be read, those whose label is not below the model's number of classes, and
-    those with multi-label targets where the loss does not take these.
-    A model without classifier reads no label: the numbers in the batch stand for none.
-
-    Args:
-        chunk: images as the victim's preprocessing gives them, and those that could not be read.
-        model: the victim's model; its own prediction is the label of an image that has none.
-        predicted: whether the prediction replaces every label.
-        multi_label: whether the client's loss takes any number of classes for an image.
-    """
-    classes, images, named = model.vit.num_classes, chunk.images.to(model.mean), list(chunk.named)
-    key = batch_key(image.sha256 for image in (*chunk.named, *chunk.failed))
-    if not classes:
-        labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
-        return Batch(named, images, labels, key), list(chunk.failed)
-    lacking = [i for i, p in enumerate(named) if predicted or p.target is None]
-    if lacking:
-        with torch.no_grad(), full_precision():
-            found = model(images).argmax(1).tolist()
-        for i in lacking:
-            named[i] = replace(named[i], label=found[i], targets=None, label_origin="predicted")
-    if not multi_label:  # a list of one class is that class
-        named = [
-            replace(image, label=image.targets[0], targets=None)
-            if image.targets and len(image.targets) == 1 and not image.is_soft
-            else image
-            for image in named
-        ]
-    named = [replace(image, problem=_problem_of_label(image, classes, multi_label=multi_label)) for image in named]
-    fine = [i for i, image in enumerate(named) if image.problem is None]
-    usable, wrong = [named[i] for i in fine], [image for image in named if image.problem is not None]
-    labels = _labels_of(usable, classes).to(images.device)
-    labels = labels.to(images.dtype) if labels.is_floating_point() else labels
-    return Batch(usable, images[fine], labels, key), [*chunk.failed, *wrong]
 
 
 def _problem_of_label(image: NamedImage, classes: int, *, multi_label: bool) -> str | None:

@@ -29,14 +29,13 @@ class ObservationChanged(PrivlabError):
     """The error of an attack that changed the model or what was released."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Attempt:
-    """One attack on an observation: what it reconstructed, and the seconds it took; or why it failed.
+    """How an attack on an observation went: the seconds it took, or why it failed.
 
     `beyond` says for each release why it is outside the range in which the attack is exact; None where it is within.
     """
 
-    reconstruction: Reconstruction | None
     seconds: float = 0.0
     reason: str | None = None
     beyond: tuple[str | None, ...] = ()
@@ -58,8 +57,8 @@ def attempt(
     run: Callable[[Callable[[], Reconstruction]], tuple[Reconstruction, float]] | None = None,
     *,
     force: bool = False,
-) -> Attempt:
-    """Run an attack, and return what came of it; an attack may fail in any way, and the run goes on.
+) -> tuple[Reconstruction | None, Attempt]:
+    """Run an attack; return its reconstruction, or None if it failed in any way, and how it went.
 
     An error is not passed on: its traceback would hold the tensors of the batch.
 
@@ -80,8 +79,8 @@ def attempt(
             measured = run or (lambda work: timed(work, seen.model.mean.device))
             reconstruction, seconds = measured(lambda: attack_batch(attack, read))
     except Exception as error:
-        return Attempt(None, reason=reason_of(attack, error), beyond=beyond)
-    return Attempt(reconstruction, seconds, beyond=beyond)
+        return None, Attempt(reason=reason_of(attack, error), beyond=beyond)
+    return reconstruction, Attempt(seconds, beyond=beyond)
 
 
 def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Reconstruction:

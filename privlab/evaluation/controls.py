@@ -1,4 +1,4 @@
-"""Negative controls: images that no attack made, which show what "nothing leaks" looks like under each metric."""
+"""Public photographs: attacks may use them, and negative controls show what "nothing leaks" looks like."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,23 +16,43 @@ from privlab.patches import permute
 
 
 @dataclass(frozen=True, eq=False)
-class Controls:
-    """Makes the negative controls of `CONTROLS` from `public` photographs; for an image, never from that image itself.
+class Public:
+    """The public `photographs` of a run: attacks may use them, and negative controls are made of them.
 
-    They are the mean of the photographs, one photograph, the private image with its patches shuffled, and one `colour`
-    everywhere: an attack that finds nothing leaves grey, and that must not count as a leak.
+    Those that show a private image are left out. `colour` is the mean by which the victim normalises.
     """
 
-    public: Others
+    photographs: Others
     colour: Float[Tensor, "c 1 1"]
 
-    def of(
+    def to_attacks(self, batch: Batch) -> Float[Tensor, "m c h w"]:
+        """Return the photographs without those of a batch and other crops of their files."""
+        names = [*self.photographs.images]
+        if not names:
+            return batch.images.new_empty(0, *batch.images.shape[1:])
+        left = set(self.photographs.without([image.sha256 for image in batch.named], batch.images))
+        return self._all if len(left) == len(names) else self._all[[i for i, key in enumerate(names) if key in left]]
+
+    @cached_property
+    def _all(self) -> Float[Tensor, "m c h w"]:
+        """Return all photographs as one tensor, the same for all batches: attacks cache what they compute from it."""
+        return torch.stack([*self.photographs.images.values()]).to(self.colour)
+
+    def warn_of_copies(self, batch: Batch) -> None:
+        """Say how many photographs are left out because they show a private image in another file."""
+        found = self.photographs.copies([image.sha256 for image in batch.named], batch.images)
+        if found:
+            ones = "photograph shows a private image" if len(found) == 1 else "photographs show private images"
+            warn(f"{len(found)} public {ones} in another file, such as resized, mirrored or recompressed: left out.")
+
+    def controls(
         self, batch: Batch, patch: int, draws: Sequence[Generator], *, together: bool
     ) -> dict[str, Float[Tensor, "b c h w"]]:
         """Return the negative controls of a batch by their names in `CONTROLS`: of each, one for every image.
 
-        Where no public photograph is left for an image, only the two controls that need none are returned: shuffled
-        patches and one colour.
+        They are the mean of the photographs, one photograph, the private image with its patches shuffled, and one
+        colour everywhere: an attack that finds nothing leaves grey, and that must not count as a leak. Where no public
+        photograph is left for an image, only the last two are returned.
 
         Args:
             batch: the private images; the controls of an image are never made of the image itself, nor of other crops
@@ -51,19 +71,20 @@ class Controls:
         order = torch.where(kept, drawn.roll(1, 1), drawn).to(batch.images.device)
         flat = self.colour.to(batch.images).clamp(0, 1).expand_as(batch.images)
         always = {CONTROLS[2]: permute(batch.images, order, patch), CONTROLS[3]: flat}
-        names, photographs = [image.sha256 for image in batch.named], self.public.images
+        names, photographs = [image.sha256 for image in batch.named], self.photographs.images
         if together:
-            left = self.public.without(names, batch.images)
+            left = self.photographs.without(names, batch.images)
             wanted, found = len(names), len(left)
             pairs = [(self._mean(left), photographs[left[i % found]]) for i in range(wanted)] if left else []
         else:
-            each = [self.public.without([name], image[None]) for name, image in zip(names, batch.images, strict=True)]
+            without = self.photographs.without
+            each = [without([name], image[None]) for name, image in zip(names, batch.images, strict=True)]
             wanted, found = 1, min(map(len, each))
             pairs = [(self._mean(left), photographs[left[0]]) for left in each if left]
         if found < wanted:
-            told = f"{found} public photographs are not under attack, for {wanted} images in one release"
+            problem = f"{found} public photographs are not under attack, for {wanted} images in one release"
             what = "repeat them" if found else "are not scored"
-            warn(f"{told}: the controls made of them {what}.")
+            warn(f"{problem}: the controls made of them {what}.")
         if len(pairs) < len(names):
             return always
         mean, other = (torch.stack(images).to(batch.images) for images in zip(*pairs, strict=True))
@@ -71,10 +92,10 @@ class Controls:
 
     def _mean(self, left: Sequence[str]) -> Float[Tensor, "c h w"]:
         """Return the mean of these photographs; the mean of all is computed once, as they may be thousands."""
-        if len(left) == len(self.public.images):
+        if len(left) == len(self.photographs.images):
             return self._mean_of_all
-        return torch.stack([self.public.images[key] for key in left]).mean(0)
+        return torch.stack([self.photographs.images[key] for key in left]).mean(0)
 
     @cached_property
     def _mean_of_all(self) -> Float[Tensor, "c h w"]:
-        return torch.stack([*self.public.images.values()]).mean(0)
+        return torch.stack([*self.photographs.images.values()]).mean(0)

@@ -1,6 +1,6 @@
-"""The pipeline: images → victim + defense → observation → attack → reconstruction → metrics → record.
+"""The pipeline: a batch → what clients feed → an observation → an attack → a reconstruction → scores → records.
 
-Only this file holds both the private image and the reconstruction.
+`Evaluator.__call__` is the whole way; the sections below follow its order. An attack gets an observation alone.
 """
 
 import math
@@ -14,16 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import warn
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, attacked_together, each_release, labelled
 from privlab.evaluation.case import Case
 from privlab.evaluation.check import Attempt, attempt, timed
-from privlab.evaluation.controls import Controls
-from privlab.evaluation.observing import Clients, Trial, unsound_release
+from privlab.evaluation.controls import Public
+from privlab.evaluation.observing import Clients, unsound_release
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
-from privlab.evaluation.scoring import Scorer, explained_by, known_slots
-from privlab.images import Chunk, NamedImage, Others
+from privlab.evaluation.scoring import Scorer, Scores, explained_by, known_slots
+from privlab.images import Others
 from privlab.metrics import Learned, as_sent, assign_images, crosses, match_images
 from privlab.release import predictions
 from privlab.threat import (
@@ -40,44 +39,20 @@ from privlab.victims import Victim
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Panel:
-    """One image of a strip, with the lines that stand under it.
+Panel = tuple[str, Float[Tensor, "c h w"], str]
+"""One image of a strip: its name, its pixels, and the lines under it.
 
-    `name` is the key of the attack's cell, with "-reassembled" behind it if its patches were put in order. A private,
-    fed or sent image has the key of the first control's cell, with "-private", "-fed" or "-sent" behind it.
-    """
+The name is the key of the attack's cell, with "-reassembled" after it if its patches were put in order. A private, fed
+or sent image has the key of the first control's cell, with "-private", "-fed" or "-sent" after it.
+"""
 
-    name: str
-    image: Float[Tensor, "c h w"]
-    caption: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Strip:
-    """The strip of one private image on one victim: a row of panels for each setting."""
-
-    image: str
-    image_sha256: str
-    victim: str
-    rows: tuple[tuple[Panel, ...], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """The results of a chunk: its records, and a strip for each readable image.
-
-    `reconstructions` holds those that are to be kept, by CELL/IMAGE: the key of the cell and the hash of the image.
-    """
-
-    records: list[Record]
-    strips: list[Strip]
-    reconstructions: dict[str, Reconstruction]
+Strip = Sequence[Sequence[Panel]]
+"""The strip of one private image on one victim: a row of panels for each setting."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
+    """Scores batches of images on one victim: every setting, block variant, attack and geometry of a run.
 
     `metrics` are those that can be computed here; the others stay null in the records. `public` holds photographs by
     their hash: negative controls are made of them, and attacks may use them. Strips are returned only if
@@ -101,28 +76,35 @@ class Evaluator:
     _reconstructions: dict[str, Reconstruction] = field(default_factory=dict, init=False, repr=False)
     _shared: dict[tuple[str, ...], tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
 
-    def __call__(self, chunk: Chunk) -> Scored:
-        """Observe, attack and score one chunk: in each setting, the clients release, and each attack is scored."""
+    def __call__(self, batch: Batch) -> tuple[list[Record], dict[str, Strip], dict[str, Reconstruction]]:
+        """Observe, attack and score one batch: in each setting, the clients release, and each attack is scored.
+
+        Returned are the records, the strip of each image by its hash, and the reconstructions that are to be kept by
+        CELL/IMAGE: the key of the cell and the hash of the image.
+        """
         client, predicted = self.spec.client, self.spec.data.labels == "predicted"
         multi_label = client is not None and client.takes_several_classes
-        batch, unusable = labelled(chunk, self.base.model, predicted=predicted, multi_label=multi_label)
+        batch = labelled(batch, self.base.model, predicted=predicted, multi_label=multi_label)
         records = [
             row | _failed(image.problem or "unreadable")
-            for image in unusable
+            for image in batch.failed
             for setting in self.spec.settings
             for group in self.groups
             for row in self.rows.of(image, setting, group)
         ]
-        self._warn_of_copies(batch)
+        self._public.warn_of_copies(batch)
         for kept in (self._panels, self._reconstructions, self._shared):
             kept.clear()
         for setting in self.spec.settings if batch.named else ():
-            trial = self._trial(setting, batch)
-            records += self._controls(trial) if self.controls else []
-            self._show_private(trial)
+            fed = self._clients(setting).feed(self.base.model, batch, setting)
+            records += self._controls(fed) if self.controls else []
+            self._show_private(fed)
             for group in self.groups:
-                records += self._run(group, trial)
-        return Scored(records, self._strips(batch) if self.strips else [], dict(self._reconstructions))
+                records += self._run(group, fed) if self.kept is None else self._again(group, fed, self.kept)
+        strips: dict[str, Strip] = {}
+        for image in batch.named if self.strips else ():
+            strips[image.sha256] = [self._panels[name, image.sha256] for name in self.spec.settings]
+        return records, strips, dict(self._reconstructions)
 
     @cached_property
     def rows(self) -> Rows:
@@ -142,245 +124,204 @@ class Evaluator:
         key = self.base.weights.sha256
         return Clients(spec.release, self.rows.defenses[setting], spec.seed, spec.draw, key)
 
-    def _trial(self, setting: str, batch: Batch) -> Trial:
-        """Return what the clients feed and send, and the reference of the setting."""
-        return self._clients(setting).trial(self.base.model, batch, setting)
-
-    def _observe(self, group: AttackGroup, trial: Trial) -> Seen:
+    def _observe(self, group: AttackGroup, batch: Batch) -> Seen:
         """Return what the adversary sees of a batch."""
-        clients, public = self._clients(trial.setting), self._public_to(trial.batch)
-        return clients.observe(group.victim.model, trial, group.parameters, public)
+        clients, public = self._clients(batch.setting), self._public.to_attacks(batch)
+        return clients.observe(group.victim.model, batch, group.parameters, public)
 
-    def _observed(self, group: AttackGroup, trial: Trial) -> tuple[Trial, list[bool]]:
-        """Return the trial with what is seen of it, and for each image whether that is sound and can be attacked."""
-        return self._gradients(group, trial) if trial.sent is None else self._features(group, trial, trial.sent)
+    def _gradients(self, group: AttackGroup, batch: Batch) -> tuple[Observation, Batch, list[Record]]:
+        """Return released gradients, the batch with the slots that they reveal, and what the rows of each image state.
 
-    def _gradients(self, group: AttackGroup, trial: Trial) -> tuple[Trial, list[bool]]:
-        """Observe released gradients, and note their size."""
-        batch = trial.batch
-        B = batch.images_per_release(self.spec.together)
-        key = (trial.setting, group.victim.block, batch.together)
-        seen, seconds = self._once(key, lambda: self._observe(group, trial))
+        They state a failure where the release is not sound: it is not attacked.
+        """
+        b, B = len(batch.named), batch.images_per_release(self.spec.together)
+        key = (batch.setting, group.victim.block, batch.together)
+        seen, seconds = self._once(key, lambda: self._observe(group, batch))
         assert isinstance(seen, Observation)
-        step = 1 if self.rows.shuffled(trial.setting) else len(batch.named)  # alone, as `Clients` observes them
-        norm = torch.cat([_norms(seen.gradients, slice(i, i + step)) for i in range(0, len(batch.named) // B, step)])
-        norm = norm.repeat_interleave(B)
-        facts: list[Record] = [
-            {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
-            | batch.stated(self.spec.together)
-            for size in norm.tolist()
-        ]
-        known = known_slots(seen) if "reassembled" in self.rows.geometries(trial.setting) else None
-        return replace(trial, seen=seen, facts=facts, known=known), (norm.isfinite() & (norm > 0)).tolist()
+        step = 1 if self.rows.shuffled(batch.setting) else b  # one by one, as `Clients` observes them
+        norms = torch.cat([_norms(seen.gradients, slice(i, i + step)) for i in range(0, b // B, step)])
+        facts: list[Record] = []
+        for norm in norms.repeat_interleave(B).tolist():
+            size = norm if math.isfinite(norm) else None
+            fact: Record = {"grad_norm": size, "seconds_observe": seconds / b} | batch.stated(self.spec.together)
+            facts.append(fact if size else fact | self._unsound(batch))
+        known = known_slots(seen) if "reassembled" in self.rows.geometries(batch.setting) else None
+        return seen, replace(batch, known=known), facts
 
-    def _features(self, group: AttackGroup, trial: Trial, sent: Sent) -> tuple[Trial, list[bool]]:
-        """Observe released features, and note what the defense costs the client: whether its prediction is right."""
-        model, batch = self.base.model, trial.batch
-        seen = self._observe(group, trial)
+    def _features(self, group: AttackGroup, batch: Batch, sent: Sent) -> tuple[Seen, Batch, list[Record]]:
+        """Return released features, the batch, and what the rows state: whether the client's prediction is right."""
+        model, b = self.base.model, len(batch.named)
+        seen = self._observe(group, batch)
         logits, seconds = self._timed(lambda: predictions(model, sent, self.spec.cut_layer))
         classes = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(1)
         right = (logits.argmax(1) == classes).double().tolist()
-        facts: list[Record] = [
-            {
-                **batch.stated(self.spec.together),
-                "key_bits": sent.key_bits,
-                "correct": None if image.label_origin == "predicted" or not model.classes else value,
-                "seconds_observe": seconds / len(right),
-            }
-            for image, value in zip(batch.named, right, strict=True)
-        ]
-        return replace(trial, seen=seen, facts=facts), [bool(sent.features.isfinite().all())] * len(right)
+        common: Record = {**batch.stated(self.spec.together), "key_bits": sent.key_bits, "seconds_observe": seconds / b}
+        common |= {} if bool(sent.features.isfinite().all()) else self._unsound(batch)
+        facts: list[Record] = []
+        for image, value in zip(batch.named, right, strict=True):
+            unknown = image.label_origin == "predicted" or not model.classes
+            facts.append(common | {"correct": None if unknown else value})
+        return seen, batch, facts
 
-    def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
-        """Return the adversary's images: the public ones without those of the batch and other crops of their files."""
-        left = set(self._others.without([image.sha256 for image in batch.named], batch.images))
-        if len(left) == len(self.public):
-            return self._all_public
-        return self._all_public[[i for i, key in enumerate(self.public) if key in left]]
+    def _unsound(self, batch: Batch) -> Record:
+        """Return what the rows say of a release that is zero or not finite."""
+        return _failed(unsound_release(self.spec.release, self.rows.defenses[batch.setting].on_gradients))
 
     @cached_property
-    def _others(self) -> Others:
-        return Others(self.public)
-
-    @cached_property
-    def _made(self) -> Controls:
-        return Controls(self._others, self.base.model.mean)
-
-    def _warn_of_copies(self, batch: Batch) -> None:
-        """Say how many public photographs are left out because they show a private image in another file."""
-        found = self._others.copies([image.sha256 for image in batch.named], batch.images) if self.public else []
-        if found:
-            ones = "photograph shows a private image" if len(found) == 1 else "photographs show private images"
-            warn(
-                f"{len(found)} public {ones} in another file, such as resized, mirrored or recompressed: left out.",
-            )
-
-    @cached_property
-    def _all_public(self) -> Float[Tensor, "m c h w"]:
-        """Return the public images as one tensor, the same for all batches: attacks cache what they compute from it."""
-        none = torch.empty(0, *self.base.model.image_shape)
-        return (torch.stack([*self.public.values()]) if self.public else none).to(self.base.model.mean)
+    def _public(self) -> Public:
+        return Public(Others(self.public), self.base.model.mean)
 
     # Attack
 
-    def _run(self, group: AttackGroup, trial: Trial) -> list[Record]:
+    def _run(self, group: AttackGroup, batch: Batch) -> list[Record]:
         """Observe one batch, run all attacks of the group on it, and return the records; panels are added to strips."""
-        if self.kept is not None:
-            return self._again(group, trial, self.kept)
-        trial, sound = self._observed(group, trial)
-        seen = trial.seen
-        assert seen is not None
-        filters = self.rows.defenses[trial.setting].on_gradients
+        observed = self._gradients(group, batch) if batch.sent is None else self._features(group, batch, batch.sent)
+        seen, batch, facts = observed
+        usable = [i for i, fact in enumerate(facts) if "status" not in fact]
         records = [
-            row | fact | _failed(unsound_release(self.spec.release, filters))
-            for image, fact, fine in zip(trial.batch.named, trial.facts, sound, strict=True)
-            for row in ([] if fine else self.rows.of(image, trial.setting, group))
+            row | fact
+            for image, fact in zip(batch.named, facts, strict=True)
+            for row in (self.rows.of(image, batch.setting, group) if "status" in fact else ())
         ]
-        usable = [i for i, fine in enumerate(sound) if fine]
         if not usable:
             return records
-        if isinstance(seen, Observation) and len(usable) < len(sound):
-            seen = seen.take(usable)
-            trial = trial.take(usable, seen)
+        if isinstance(seen, Observation) and len(usable) < len(facts):
+            seen, batch, facts = seen.take(usable), batch.take(usable), [facts[i] for i in usable]
         groups = {
-            one_key: attacked_together(seen, trial.batch, self.base.preprocessing, one_key=one_key)
+            one_key: attacked_together(seen, batch, self.base.preprocessing, one_key=one_key)
             for one_key in {attack_declarations(attack).one_key for attack in group.attacks}
         }
         for attack in group.attacks:
             declared = attack_declarations(attack)
             alone, together = replace(group, attacks=(attack,)), groups[declared.one_key]
-            if self.rows.shuffled(trial.setting) and declared.effort == "quick" and not declared.one_key:
-                together = [part for places, own in together for part in each_release(places, own)]
+            if self.rows.shuffled(batch.setting) and declared.effort == "quick" and not declared.one_key:
+                together = [part for places, part_seen in together for part in each_release(places, part_seen)]
             outcomes: dict[int, list[Record]] = {}
-            for places, own in together:
-                outcomes |= dict(zip(places, self._attack(alone, attack, trial.take(places, own)), strict=True))
-            for i, (image, fact) in enumerate(zip(trial.batch.named, trial.facts, strict=True)):
-                rows = self.rows.of(image, trial.setting, alone)
+            for places, part_seen in together:
+                outcomes |= dict(zip(places, self._attack(alone, batch.take(places), part_seen), strict=True))
+            for i, (image, fact) in enumerate(zip(batch.named, facts, strict=True)):
+                rows = self.rows.of(image, batch.setting, alone)
                 records += [row | fact | of_row for row, of_row in zip(rows, outcomes[i], strict=True)]
         return records
 
-    def _attack(self, group: AttackGroup, attack: Attack | FeatureAttack, trial: Trial) -> list[list[Record]]:
-        """Return for each image what its rows say of an attack, one record for each geometry.
+    def _attack(self, group: AttackGroup, batch: Batch, seen: Seen) -> list[list[Record]]:
+        """Return for each image what its rows say of the one attack of a group, one record for each geometry.
 
         An attack may fail in any way: its rows then say so, and the run goes on. If a batch of gradients fails, the
         attack runs again image by image, so that no image fails because of its neighbours.
         """
-        seen, b = trial.seen, len(trial.batch.named)
-        assert seen is not None
+        (attack,), b = group.attacks, len(batch.named)
         B = seen.images_per_release if isinstance(seen, Observation) else 1
-        names = self.rows.geometries(trial.setting)
-        made = self._attempt(group, attack, trial, seen)
-        if made.reconstruction is None:  # the error is gone by now, and with it the tensors that it held on a GPU
+        names = self.rows.geometries(batch.setting)
+        found, how = self._attempt(group, batch, seen)
+        if found is None:  # the error is gone by now, and with it the tensors that it held on a GPU
             if b > 1 and B == 1 and isinstance(seen, Observation):
-                each = [trial.take(places, one) for places, one in each_release([*range(b)], seen)]
-                alone = [self._attack(group, attack, one)[0] for one in each]
+                each = each_release([*range(b)], seen)
+                alone = [self._attack(group, batch.take(places), one)[0] for places, one in each]
                 if any(rows[0].get("status") != "failed" for rows in alone):
                     return alone
-            return [[_failed(made.reason or "failed")] * len(names)] * b
-        reconstruction = made.reconstruction
-        of_releases = [explained_by(seen, images, i) for i, images in enumerate(reconstruction.images.split(B))]
+            return [[_failed(how.reason or "failed")] * len(names)] * b
+        explained = [explained_by(seen, images, i) for i, images in enumerate(found.images.split(B))]
         if self.spec.eight_bit:
-            reconstruction = replace(reconstruction, images=(reconstruction.images * 255).round() / 255)
-        placed = attack_declarations(attack).places
-        (scores, laid), seconds_score = self._timed(
-            lambda: self._scorer.laid(reconstruction, trial, names, placed=placed)
-        )
+            found = replace(found, images=(found.images * 255).round() / 255)
+        scored, seconds = self._timed(lambda: self._laid(attack, found, batch))
+        scores, ordered = scored
         outcomes: list[list[Record]] = []
         for i in range(b):
-            facts = {"explained": of_releases[i // B], "seconds_attack": made.seconds / b}
-            facts |= {"seconds_score": seconds_score / b, "beyond_range": made.beyond[i * len(made.beyond) // b]}
-            outcomes.append(
-                [self._measured({name: values[i] for name, values in each.items()}) | facts for each in scores]
-            )
-        key = self.rows.cells(trial.setting, [group])[attack.name]
+            facts = {"explained": explained[i // B], "seconds_attack": how.seconds / b}
+            facts |= {"seconds_score": seconds / b, "beyond_range": how.beyond[i * len(how.beyond) // b]}
+            outcomes.append([self._measured(of_geometry, i) | facts for of_geometry in scores])
+        key = self.rows.cells(batch.setting, [group])[attack.name]
         if self.keep:
-            shas = [image.sha256 for image in trial.batch.named]
-            self._reconstructions.update((f"{key}/{sha}", reconstruction.take(i)) for i, sha in enumerate(shas))
-        where = "features" if trial.sent else f"{group.victim.block} block"
+            for i, image in enumerate(batch.named):
+                self._reconstructions[f"{key}/{image.sha256}"] = found.take(i)
+        where = "features" if batch.sent else f"{group.victim.block} block"
         captions = [_caption(where, attack.name, outcome[0]) for outcome in outcomes]
-        self._show(trial, key, reconstruction.images, captions)
-        if laid is not None:
+        self._show(batch, key, found.images, captions)
+        if ordered is not None:
             captions = [_caption(where, f"{attack.name} (reassembled)", outcome[-1]) for outcome in outcomes]
-            self._show(trial, f"{key}-reassembled", laid, captions)
+            self._show(batch, f"{key}-reassembled", ordered, captions)
         return outcomes
 
-    def _attempt(self, group: AttackGroup, attack: Attack | FeatureAttack, trial: Trial, seen: Seen) -> Attempt:
+    def _attempt(self, group: AttackGroup, batch: Batch, seen: Seen) -> tuple[Reconstruction | None, Attempt]:
         """Run an attack, and return its reconstructions in the order of the images.
 
         The single reconstruction of an attack for one image that was forced on the gradient of several is compared
         with each of them.
         """
-        batch = trial.batch
-        key = (trial.setting, group.victim.block, batch.together, attack.name)
-        made = attempt(attack, seen, lambda work: self._once(key, work), force=self.spec.adversary.force)
-        if made.reconstruction is None:
-            return made
-        found, several = made.reconstruction, isinstance(seen, Observation) and seen.images_per_release > 1
+        (attack,) = group.attacks
+        key = (batch.setting, group.victim.block, batch.together, attack.name)
+        found, how = attempt(attack, seen, lambda work: self._once(key, work), force=self.spec.adversary.force)
+        if found is None:
+            return None, how
+        several = isinstance(seen, Observation) and seen.images_per_release > 1
         if several and Capability.BATCH_SIZE_ONE in attack.requires:
             found = Reconstruction.join([found] * len(batch.named))
-        return replace(made, reconstruction=self._assigned(found, trial, several=several))
+        return self._assigned(found, batch, several=several), how
 
-    def _again(self, group: AttackGroup, trial: Trial, kept: Mapping[str, Reconstruction]) -> list[Record]:
+    def _again(self, group: AttackGroup, batch: Batch, kept: Mapping[str, Reconstruction]) -> list[Record]:
         """Score the kept reconstructions of an earlier run."""
-        batch = trial.batch
-        records, own = [], batch.stated(self.spec.together)
-        names = self.rows.geometries(trial.setting)
-        if "reassembled" in names:
-            trial, _ = self._gradients(group, trial)
+        stated, records = batch.stated(self.spec.together), []
+        if "reassembled" in self.rows.geometries(batch.setting):
+            _, batch, _ = self._gradients(group, batch)
         for attack in group.attacks:
             alone = replace(group, attacks=(attack,))
-            rows = [self.rows.of(image, trial.setting, alone) for image in batch.named]
+            rows = [self.rows.of(image, batch.setting, alone) for image in batch.named]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
-            placed = attack_declarations(attack).places
-            scores, _ = self._scorer.laid(Reconstruction.join(found), trial, names, placed=placed)
-            records += [
-                row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
-                for i, of_image in enumerate(rows)
-                for row, of_geometry in zip(of_image, scores, strict=True)
-            ]
+            scores, _ = self._laid(attack, Reconstruction.join(found), batch)
+            for i, of_image in enumerate(rows):
+                for row, of_geometry in zip(of_image, scores, strict=True):
+                    records.append(row | stated | self._measured(of_geometry, i))
         return records
 
-    def _assigned(self, reconstruction: Reconstruction, trial: Trial, *, several: bool) -> Reconstruction:
+    def _laid(
+        self, attack: Attack | FeatureAttack, found: Reconstruction, batch: Batch
+    ) -> tuple[list[Scores], Float[Tensor, "b c h w"] | None]:
+        """Return the scores of each geometry, and the images with their patches in the adversary's order."""
+        names, placed = self.rows.geometries(batch.setting), attack_declarations(attack).places
+        return self._scorer.laid(found, batch, names, placed=placed)
+
+    def _assigned(self, found: Reconstruction, batch: Batch, *, several: bool) -> Reconstruction:
         """Return reconstructions in the order of the images that they are nearest to, if their own order says nothing.
 
         That is the case if `several` images made one gradient, or if rows were sent across images.
         """
         if several:
-            return assign_images(reconstruction, trial.feed.images, self.base.model.patch)
-        return reconstruction if trial.sent is None else match_images(trial.sent, reconstruction, trial.reference)
+            return assign_images(found, batch.fed.images, self.base.model.patch)
+        return found if batch.sent is None else match_images(batch.sent, found, batch.reference)
 
     # Score
 
-    def _measured(self, scores: Record) -> Record:
-        """Return scores with the names of the metrics that were measured, those without a value included."""
-        return scores | {"metrics": " ".join(sorted(self.metrics))}
+    def _measured(self, scores: Scores, i: int) -> Record:
+        """Return the scores of image i, and the names of the metrics that were measured, also without a value."""
+        return {name: values[i] for name, values in scores.items()} | {"metrics": " ".join(sorted(self.metrics))}
 
-    def _controls(self, trial: Trial) -> list[Record]:
+    def _controls(self, batch: Batch) -> list[Record]:
         """Score negative controls as reconstructions are scored: assigned, rounded, and under the oracle.
 
         Shuffled patches have no row under the oracle, which would turn them into the private image.
         """
-        batch, several = trial.batch, trial.sent is None and self.spec.together is not None
-        together = several or (trial.sent is not None and crosses(trial.sent))
+        several = batch.sent is None and self.spec.together is not None
+        together = several or (batch.sent is not None and crosses(batch.sent))
         draws = batch.draws(self.spec.seed, "control", self.spec.draw)
-        records, moved = [], self._scorer.moved(trial).any(1).tolist()
-        for name, made in self._made.of(batch, self.base.model.patch, draws, together=together).items():
-            images = self._assigned(Reconstruction(made), trial, several=several).images
+        records, moved = [], self._scorer.moved(batch).any(1).tolist()
+        for name, made in self._public.controls(batch, self.base.model.patch, draws, together=together).items():
+            images = self._assigned(Reconstruction(made), batch, several=several).images
             laid = {GEOMETRIES[0]: (images * 255).round() / 255 if self.spec.eight_bit else images}
-            if name != CONTROLS[2] and (home := self._scorer.oracle(laid[GEOMETRIES[0]], trial)) is not None:
+            if name != CONTROLS[2] and (home := self._scorer.oracle(laid[GEOMETRIES[0]], batch)) is not None:
                 laid[GEOMETRIES[1]] = home
             for geometry, shown in laid.items():
-                scores = self._scorer.score(shown, trial.reference)
+                scores = self._scorer.score(shown, batch.reference)
                 for i, image in enumerate(batch.named):
                     if geometry == GEOMETRIES[0] or moved[i]:
-                        row = self.rows.control(image, trial.setting, name) | {"geometry": geometry}
-                        records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
+                        row = self.rows.control(image, batch.setting, name) | {"geometry": geometry}
+                        records.append(row | self._measured(scores, i))
         return records
 
     def _once(self, name: tuple[str, ...], work: Callable[[], T]) -> tuple[T, float]:
         """Return a result and the seconds it took; settings b and c release the same, so they share their results.
 
-        `name` is the setting, followed by what distinguishes the result from others of the same chunk.
+        `name` is the setting, followed by what distinguishes the result from others of the same batch.
         """
         if not {"b", "c"} <= set(self.spec.settings) or name[0] == "a":
             return self._timed(work)
@@ -394,33 +335,24 @@ class Evaluator:
 
     # Show
 
-    def _show(self, trial: Trial, name: str, images: Tensor, captions: Sequence[str]) -> None:
+    def _show(self, batch: Batch, name: str, images: Float[Tensor, "b c h w"], captions: Sequence[str]) -> None:
         """Add one image to the strip of each private image; the images leave the device together."""
         if self.strips:
-            for private, image, caption in zip(trial.batch.named, images.cpu(), captions, strict=True):
-                panels = self._panels[trial.setting, private.sha256]
-                panels.append(Panel(name, image, tuple(caption.split("\n"))))
+            for private, image, caption in zip(batch.named, images.cpu(), captions, strict=True):
+                self._panels[batch.setting, private.sha256].append((name, image, caption))
 
-    def _show_private(self, trial: Trial) -> None:
+    def _show_private(self, batch: Batch) -> None:
         """Begin the row of each image's strip: the private image, what is fed, and what is sent."""
-        b, setting = len(trial.batch.named), trial.setting
-        own = self.rows.cells(setting, [])[CONTROLS[0]]
-        self._show(trial, f"{own}-private", trial.batch.images, ["private image"] * b)
-        told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
+        b, setting = len(batch.named), batch.setting
+        cell = self.rows.cells(setting, [])[CONTROLS[0]]
+        self._show(batch, f"{cell}-private", batch.images, ["private image"] * b)
+        caption = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
         if self.spec.client is not None and self.rows.defenses[setting].changes_images:
-            told = f"private, setting {setting}\nchanged anew in each step"
-        self._show(trial, f"{own}-fed", trial.feed.images, [told] * b)
-        if trial.sent is not None:
-            rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
-            self._show(trial, f"{own}-sent", rows_sent, ["rows in the order sent"] * b)
-
-    def _strips(self, batch: Batch) -> list[Strip]:
-        """Return the strip of each image, with a row of panels for each setting."""
-
-        def rows(image: NamedImage) -> tuple[tuple[Panel, ...], ...]:
-            return tuple(tuple(self._panels[setting, image.sha256]) for setting in self.spec.settings)
-
-        return [Strip(image.name, image.sha256, self.base.name, rows(image)) for image in batch.named]
+            caption = f"private, setting {setting}\nchanged anew in each step"
+        self._show(batch, f"{cell}-fed", batch.fed.images, [caption] * b)
+        if batch.sent is not None:
+            rows_sent = as_sent(batch.sent, batch.fed.images, self.base.model.patch)
+            self._show(batch, f"{cell}-sent", rows_sent, ["rows in the order sent"] * b)
 
 
 def _norms(gradients: Mapping[str, Tensor], releases: slice) -> Float[Tensor, " r"]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,8 +11,7 @@ from torch import Tensor
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
 from privlab.attacks.solvers import NoisyGradients, shares_mask
 from privlab.base import full_precision, warn
-from privlab.evaluation.batch import Seen
-from privlab.evaluation.observing import Trial
+from privlab.evaluation.batch import Batch, Seen
 from privlab.evaluation.records import GEOMETRIES
 from privlab.metrics import (
     MIRRORED,
@@ -48,9 +47,6 @@ from privlab.victims import VictimModel
 Scores = dict[str, list[float | None]]
 """The values of each metric, one for each image; None where it was not measured."""
 
-Reassembled = tuple[Scores, Float[Tensor, "b c h w"]]
-"""The scores of images whose patches the adversary put in order, and these images."""
-
 
 UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is black"}
 """The reason why a metric may have no value for an image although it can be computed here."""
@@ -72,7 +68,7 @@ class Scorer:
     def laid(
         self,
         reconstruction: Reconstruction,
-        trial: Trial,
+        batch: Batch,
         names: Sequence[str] = GEOMETRIES[:2],
         *,
         placed: bool = False,
@@ -83,63 +79,73 @@ class Scorer:
 
         Args:
             reconstruction: what the attack returned: b images, and what it says of the places of patches or rows.
-            trial: the references, and which patches the defense moved.
+            batch: the references, and which patches the defense moved.
             names: the geometries; only whether "reassembled" is among them is read, as the other two are always scored.
             placed: whether the attack has already put its loose patches in order; "reassembled" is then the same as in
                 place.
         """
-        images, moved = reconstruction.images, trial.feed.moved
-        told: Scores = {}
-        if trial.sent is not None:
-            told = self._places(trial.sent, reconstruction)
+        images, moved = reconstruction.images, batch.fed.moved
+        places: Scores = {}
+        if batch.sent is not None:
+            places = self._places(batch.sent, reconstruction)
         elif reconstruction.loose is not None:
-            told["tokens_found"] = _numbers(reconstruction.tokens, len(moved))
-            told["tokens_sure"] = _numbers(reconstruction.tokens_sure, len(moved))
-        in_place = self.score(images, trial.reference, moved) | self._mirrored(images, trial) | told
+            places["tokens_found"] = _numbers(reconstruction.tokens, len(moved))
+            places["tokens_sure"] = _numbers(reconstruction.tokens_sure, len(moved))
+        in_place = self.score(images, batch.reference, moved) | self._mirrored(images, batch) | places
         under_oracle = in_place
-        if (home := self.oracle(images, trial)) is not None:
-            under_oracle = self.score(home, trial.reference, moved) | self._mirrored(images, trial, True) | told
+        if (home := self.oracle(images, batch)) is not None:
+            under_oracle = self.score(home, batch.reference, moved) | self._mirrored(images, batch, True) | places
         scores = [in_place, under_oracle]
         if "reassembled" not in names:
             return scores, None
         if placed and reconstruction.loose is not None:
             return [*scores, in_place], None
-        own, ordered = self._reassembled(reconstruction, trial, in_place)
+        own, ordered = self._reassembled(reconstruction, batch, in_place)
         return [*scores, own], ordered
 
-    def oracle(self, images: Float[Tensor, "b c h w"], trial: Trial) -> Float[Tensor, "b c h w"] | None:
+    def oracle(
+        self, images: Float[Tensor, "b c h w"], batch: Batch, reference: Float[Tensor, "b c h w"] | None = None
+    ) -> Float[Tensor, "b c h w"] | None:
         """Return images with each `moved` patch put where it fits the reference best; None if no patch was moved.
 
         The same rule holds for controls and for all attacks, whatever they say of places.
+
+        Args:
+            images: reconstructions or controls.
+            batch: the private images, and which patches the defense moved.
+            reference: what patches have to fit; None for the reference of the batch.
         """
-        moved = self.moved(trial)
+        moved = self.moved(batch)
         if not moved.any():
             return None
-        across = trial.sent is not None and crosses(trial.sent)
-        return in_best_order(images, trial.reference, moved, self.model.patch, across=across)
+        across = batch.sent is not None and crosses(batch.sent)
+        reference = batch.reference if reference is None else reference
+        return in_best_order(images, reference, moved, self.model.patch, across=across)
 
-    def moved(self, trial: Trial) -> Bool[Tensor, "b n"]:
+    def moved(self, batch: Batch) -> Bool[Tensor, "b n"]:
         """Mark the slots whose patches the oracle puts in order.
 
         They are the slots that a defense shuffled (in setting b the reference is shuffled too, by a mere draw), and all
         slots of images whose rows were sent in another order. Where gradients of a model without position embeddings
         are released, they are all slots: such gradients are the same for any order of the patches.
         """
-        if trial.sent is not None:
-            return trial.feed.moved | displaced_slots(trial.sent)
+        if batch.sent is not None:
+            return batch.fed.moved | displaced_slots(batch.sent)
         hears = self.model.vit.pos_embed is not None
-        return trial.feed.moved if hears else torch.ones_like(trial.feed.moved)
+        return batch.fed.moved if hears else torch.ones_like(batch.fed.moved)
 
-    def _reassembled(self, reconstruction: Reconstruction, trial: Trial, in_place: Scores) -> Reassembled:
-        """Score reconstructions with the patches in the adversary's order, and that order itself.
+    def _reassembled(
+        self, reconstruction: Reconstruction, batch: Batch, in_place: Scores
+    ) -> tuple[Scores, Float[Tensor, "b c h w"]]:
+        """Score reconstructions with the patches in the adversary's order, and that order; return these images too.
 
         The order is scored only where the attack keeps the order of what was fed: only then is it certain which patch a
         slot holds.
         """
-        feed, patch, loose = trial.feed, self.model.patch, reconstruction.loose
-        order = rearrange(reconstruction, trial.known, self.reassembly, self.model.grid, patch)
+        feed, patch, loose = batch.fed, self.model.patch, reconstruction.loose
+        order = rearrange(reconstruction, batch.known, self.reassembly, self.model.grid, patch)
         images = permute(reconstruction.images, order, patch)
-        scores = in_place | self.score(images, trial.reference, feed.moved) | self._mirrored(images, trial)
+        scores = in_place | self.score(images, batch.reference, feed.moved) | self._mirrored(images, batch)
         if loose is None:
             held = feed.order.gather(1, order)
             scores["placement_accuracy"] = _nullable(placed_share(held, feed.moved))
@@ -170,17 +176,17 @@ class Scorer:
                 scores["psnr_unmasked"] = _nullable(unmasked)
         return scores
 
-    def _mirrored(self, images: Float[Tensor, "b c h w"], trial: Trial, oracle: bool = False) -> Scores:
+    def _mirrored(self, images: Float[Tensor, "b c h w"], batch: Batch, oracle: bool = False) -> Scores:
         """Score images against mirrored references; with `oracle`, patches are first put in order by these references.
 
         Reconstructions that were assigned to images by the references themselves have no such score.
         """
-        if self.several or (trial.sent is not None and crosses(trial.sent)):
+        if self.several or (batch.sent is not None and crosses(batch.sent)):
             return {}
         names = [name for name in MIRRORED if name in self.metrics]
-        away = replace(trial, reference=trial.reference.flip(-1))
-        home = self.oracle(images, away) if oracle else None
-        scores = score(images if home is None else home, away.reference, names)
+        away = batch.reference.flip(-1)
+        home = self.oracle(images, batch, away) if oracle else None
+        scores = score(images if home is None else home, away, names)
         return {MIRRORED[name]: _nullable(values) for name, values in scores.items()}
 
     def _places(self, sent: Sent, reconstruction: Reconstruction) -> Scores:
@@ -245,8 +251,6 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
     clients, and where the head's bias is not released, the classes are tried whose logits of an image rise most
     (`labels_that_rise`), of a mean of K beside the K whose biases moved most as those of labels. The largest share
     counts.
-
-    `images` are the reconstructions of release i, those of all its clients.
 
     Args:
         seen: the observation of several releases.

@@ -23,12 +23,13 @@ from privlab.evaluation import (
     Evaluator,
     Strip,
     batch_key,
+    batch_of,
     source_of,
     subject_of,
 )
 from privlab.evaluation.setup import learned_for
 from privlab.grids.engine import IN_PROCESS, Engine
-from privlab.images import Data, NamedImage, chunk_of, to_png
+from privlab.images import Data, NamedImage, to_png
 from privlab.stores import strip_name, strip_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
@@ -166,17 +167,18 @@ def run_task(task: Task) -> Result:
         rows = [COLUMNS.empty_table()]
         files: dict[str, bytes] = {}
         reconstructions: dict[str, Reconstruction] = {}
-        places = {image.sha256: image.place for image in task.images}
+        planned = {image.sha256: image for image in task.images}
         for images in _batches(task, source, device):
-            scored = evaluator(chunk_of(images, evaluator.base.preprocessing))
-            rows.append(pa.Table.from_pylist(scored.records, schema=COLUMNS))
-            reconstructions |= scored.reconstructions
-            for strip in scored.strips:
-                place = places[strip.image_sha256]
-                if place < pictures:
-                    files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
-                if place < strips:
-                    files[f"strips/{strip_name(place, strip, task.strip)}"] = strip_png(strip)
+            records, shown, kept = evaluator(batch_of(images, evaluator.base.preprocessing))
+            rows.append(pa.Table.from_pylist(records, schema=COLUMNS))
+            reconstructions |= kept
+            for sha256, strip in shown.items():
+                image = planned[sha256]
+                if image.place < pictures:
+                    files |= {f"pictures/{sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
+                if image.place < strips:
+                    name = strip_name(image.place, image.name, evaluator.base.name, task.strip)
+                    files[f"strips/{name}"] = strip_png(strip, sha256)
         if reconstructions:
             name = hashlib.sha256("\n".join(sorted(reconstructions)).encode()).hexdigest()[:24]
             files[f"kept/{name}.safetensors"] = _saved(reconstructions)
@@ -187,11 +189,11 @@ def run_task(task: Task) -> Result:
 def _pngs(strip: Strip) -> Iterator[tuple[str, bytes]]:
     """Yield the PNGs of a strip by name; what is fed is often the private image itself, which is encoded once."""
     done: list[tuple[torch.Tensor, bytes]] = []
-    for panel in (panel for row in strip.rows for panel in row):
-        png = next((png for image, png in done if torch.equal(image, panel.image)), None)
+    for name, image, _ in (panel for row in strip for panel in row):
+        png = next((png for other, png in done if torch.equal(other, image)), None)
         if png is None:
-            done.append((panel.image, png := to_png(panel.image)))
-        yield panel.name, png
+            done.append((image, png := to_png(image)))
+        yield name, png
 
 
 def images_at_a_time(device: torch.device) -> int:

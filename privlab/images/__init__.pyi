@@ -18,10 +18,7 @@ from .manifest import choose_images as choose_images
 from .manifest import read_labels as read_labels
 from .manifest import read_manifest as read_manifest
 from .manifest import to_csv as to_csv
-from .open import Chunk as Chunk
 from .open import Preprocessing as Preprocessing
-from .open import batches as batches
-from .open import chunk_of as chunk_of
 from .open import open_images as open_images
 from .public import Others as Others
 from .public import apart_from as apart_from

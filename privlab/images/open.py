@@ -1,12 +1,10 @@
-"""Images to evaluate on: opened by name, preprocessed as the victim expects them, returned in chunks."""
+"""Images to evaluate on: opened by name, and preprocessed as the victim expects them."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 
-import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
@@ -14,7 +12,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, check_name, check_range
 from privlab.images import datasets, sources
 from privlab.images.data import Data
-from privlab.images.decode import NamedImage, check_bit_depth, warn_if_dark
+from privlab.images.decode import check_bit_depth, warn_if_dark
 from privlab.images.manifest import check_choice, choose_images, relabel
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -175,54 +173,3 @@ class Preprocessing:
             return [h]
         ratio = min(height / h, width / w)
         return [round(height / ratio), round(width / ratio)]
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Readable images, which left their preprocessed pixels in `images`, and the unreadable ones met on the way."""
-
-    named: tuple[NamedImage, ...]
-    images: Float[Tensor, "b c h w"]
-    failed: tuple[NamedImage, ...]
-
-
-def batches(data: Data, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    """Yield the images of data in chunks of `size` readable ones, preprocessed.
-
-    The last chunk may have fewer images, or unreadable ones only.
-
-    Args:
-        data: the images, read one at a time as the chunks are asked for.
-        preprocessing: makes the pixels of each image, c × h × w in [0, 1].
-        size: the number of readable images in a chunk, at least 1.
-
-    Raises:
-        PrivlabError: if `size` is not a positive integer.
-    """
-    check_range(type(size) is int and size >= 1, "size", "a positive integer", size)
-    left = iter(data)
-    chunks = iter(lambda: chunk_of(left, preprocessing, size), None)
-    return takewhile(lambda chunk: chunk.named or chunk.failed, chunks)
-
-
-def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing, size: int | None = None) -> Chunk:
-    """Return images as one chunk.
-
-    Args:
-        found: the images.
-        preprocessing: as `batches` takes it.
-        size: the number of readable images after which no more are taken; None for all.
-    """
-    fine: list[NamedImage] = []
-    images: list[Tensor] = []
-    failed: list[NamedImage] = []
-    for image in found:
-        if image.pixels is None:
-            failed.append(image)
-        else:
-            images.append(preprocessing(image.pixels))
-            fine.append(replace(image, pixels=None))
-        if len(fine) == size:
-            break
-    empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
-    return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))

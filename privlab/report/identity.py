@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from privlab.base import PrivlabError, collect_warnings, warn
-from privlab.evaluation import CONTROL, Batch, Case, Controls, victim_of
+from privlab.evaluation import CONTROL, Batch, Case, Public, victim_of
 from privlab.grids import case_of
 from privlab.images import Data, NamedImage, Others, Preprocessing
 from privlab.metrics import Embedding, psnr
@@ -179,8 +179,8 @@ def _by_picture(results: Results, number: int, question: Question) -> Iterator[t
     if len(pool.images) < 2:
         raise PrivlabError(f"--candidates must be two images or more. Found {len(pool.images)}.")
     named = [NamedImage(names[sha], sha, None) for sha in everyone]
-    batch = Batch(named, pool.stacked[own], torch.zeros(len(named)).long(), "")
-    controls = Controls(Others(pool.images), base.model.mean.cpu()).of(
+    batch = Batch(named, pool.stacked[own])
+    controls = Public(Others(pool.images), base.model.mean.cpu()).controls(
         batch, base.model.patch, batch.draws(spec.seed, "control", 0), together=False
     )
     shown = {attack: [*places] for attack, places in kept.items() if places} | dict.fromkeys(controls, everyone)

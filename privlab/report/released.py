@@ -68,7 +68,7 @@ class Releases:
         labels = torch.tensor([image.label for image in private], device=model.mean.device)
         flat = model.mean.expand_as(images)
         sent = {
-            name: _released(spec, base, Batch([*private], x, labels, ""), stack)
+            name: _released(spec, base, Batch([*private], x, labels), stack)
             for name, x in (("release", images), ("control:flat", flat))
         }
         names = sorted(sent["release"])
@@ -96,7 +96,7 @@ class Releases:
             with torch.no_grad(), full_precision():
                 labels = base.model(x).argmax(1)
             named = [NamedImage(f"{n}/{i}", f"{n}/{i}", None) for i in range(len(x))]
-            of = _released(spec, base, Batch(named, x, labels, ""), Stack(()))
+            of = _released(spec, base, Batch(named, x, labels), Stack(()))
             if len(candidates) * sum(g[0].nbytes for g in of.values()) <= _MOST_KEPT:
                 self._kept.append(of)
             yield of
@@ -106,8 +106,7 @@ class Releases:
 def _released(spec: Case, base: Victim, batch: Batch, stack: Stack) -> Mapping[str, Float[Tensor, "b ..."]]:
     """Return what a client releases of each image, by the names of parameters; it draws as it does in a run."""
     clients = Clients(spec.release, stack, spec.seed, spec.draw, base.weights.sha256)
-    trial = clients.trial(base.model, batch, spec.settings[0])
-    seen = clients.observe(base.model, trial)
+    seen = clients.observe(base.model, batch)
     assert isinstance(seen, Observation)
     return seen.gradients
 

@@ -57,7 +57,7 @@ def execute(
     Args:
         spec: what is run.
         out: the run directory.
-        own: a timm model, or a victim, that is attacked instead of `spec.models`.
+        own: a timm model, or a victim, that is attacked instead of those that `spec` names.
         device: "auto", "cpu", "cuda" or "cuda:N".
         batch_size: images at a time, at least 1; by default 8 on a CPU and 64 on a GPU. Images that are released
             together come in batches of their own size instead.

@@ -13,9 +13,7 @@ from privlab.base import PrivlabError
 from privlab.evaluation import (
     CONTROLS,
     Case,
-    Panel,
     Record,
-    Strip,
     learned_metrics,
     score_images,
 )
@@ -123,14 +121,14 @@ def write_scores(audit: Audit, scorer: ReferenceScorer, rows: Sequence[Row], mad
             metrics = {"metrics": " ".join(sorted(scorer.metrics))}
             records.append(own[row["attack"]] | share | scores | metrics)
     run.write_records(records)
-    panels = [Panel(f"{own[CONTROLS[0]]['cell']}-private", scorer.image[0].cpu(), ("private image",))]
+    panels = [(f"{own[CONTROLS[0]]['cell']}-private", scorer.image[0].cpu(), "private image")]
     for row, images in made:
         if images is not None:
             cell, nearest = own[row["attack"]]["cell"], scorer.nearest(images)
             for i, image in enumerate(images.cpu()):
-                panels.append(Panel(cell if i == nearest else f"{cell}-{i}", image, (row["attack"],)))
-    strip = Strip(scorer.named.name, scorer.named.sha256, "audit", (tuple(panels),))
-    run.write_file(f"strips/{strip_name(0, strip)}", strip_png(strip))
+                panels.append((cell if i == nearest else f"{cell}-{i}", image, row["attack"]))
+    strip = strip_png([panels], scorer.named.sha256)
+    run.write_file(f"strips/{strip_name(0, scorer.named.name, 'audit')}", strip)
 
 
 def as_fed(scorer: ReferenceScorer, audited: Audited, made: Made) -> tuple[ReferenceScorer, str | None]:

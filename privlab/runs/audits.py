@@ -103,12 +103,12 @@ class Audit:
             seen: what was released.
             release: the images behind it.
         """
-        made, records = attempt(attack, seen), self.records(attack, release)
-        records = [record | {"beyond_range": made.beyond[0]} for record in records] if made.beyond else records
-        if made.reconstruction is None:
-            return failed(records, made.reason or ""), None
-        seconds = made.seconds / len(records)
-        return [record | {"seconds_attack": seconds} for record in records], made.reconstruction.images
+        (found, how), records = attempt(attack, seen), self.records(attack, release)
+        records = [record | {"beyond_range": how.beyond[0]} for record in records] if how.beyond else records
+        if found is None:
+            return failed(records, how.reason or ""), None
+        seconds = how.seconds / len(records)
+        return [record | {"seconds_attack": seconds} for record in records], found.images
 
     def facts(self, out: Path, command: str | None) -> dict[str, Any]:
         """Return what `run.json` states of the audit, as that of any other run does."""

@@ -18,7 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Panel, Strip
+from privlab.evaluation import Strip
 from privlab.images import png_bytes, to_pil
 
 _SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
@@ -58,30 +58,35 @@ class Place:
         return image.resize((image.width // self.scale, image.height // self.scale), Image.Resampling.NEAREST)
 
 
-def strip_name(index: int, strip: Strip, case: int = 0) -> str:
+def strip_name(index: int, image: str, victim: str, case: int = 0) -> str:
     """Return the file name of a strip.
 
     Args:
         index: the number of the image.
-        strip: names the image and the victim.
+        image: the name of the image.
+        victim: the name of the victim.
         case: the number of the case among those on this victim; each has its own strips.
     """
-    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(strip.image).with_suffix("").as_posix()).strip("-")
-    victim = re.sub(r"[^A-Za-z0-9_.-]+", "-", strip.victim)
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(image).with_suffix("").as_posix()).strip("-")
+    victim = re.sub(r"[^A-Za-z0-9_.-]+", "-", victim)
     return f"{victim}-{index:05d}-{stem[-60:]}" + (f"-case{case}" if case else "") + ".png"
 
 
-def strip_png(strip: Strip) -> bytes:
-    """Return a strip on white as the bytes of a PNG, with a text from which `places_of` reads where its panels lie.
+def strip_png(strip: Strip, sha256: str) -> bytes:
+    """Return a strip on white as the bytes of a PNG, with a text from which `places_of` reads where its panels are.
 
     Small images are enlarged by whole pixels, so that nothing is smoothed away.
+
+    Args:
+        strip: a row of panels for each setting.
+        sha256: the hash of the private image.
     """
-    height, width = strip.rows[0][0].image.shape[1:]
+    height, width = strip[0][0][1].shape[1:]
     scale = max(1, _SIDE // max(height, width))
-    lines = max(len(_lines(panel)) for row in strip.rows for panel in row)
+    lines = max(len(_lines(caption)) for row in strip for _, _, caption in row)
     cell = (max(width * scale, _SIDE) + _GAP, height * scale + _GAP + _LINE * lines)
-    canvas, boxes = _draw(strip.rows, cell, _GAP, scale)
-    return _with_text(canvas, {"image": strip.image_sha256, "scale": scale, "panels": boxes})
+    canvas, boxes = _draw(strip, cell, _GAP, scale)
+    return _with_text(canvas, {"image": sha256, "scale": scale, "panels": boxes})
 
 
 def sheet_png(images: Float[Tensor, "b c h w"], sha256: Sequence[str], panel: str) -> bytes:
@@ -92,7 +97,7 @@ def sheet_png(images: Float[Tensor, "b c h w"], sha256: Sequence[str], panel: st
         sha256: the hash of the private image that each belongs to.
         panel: the name of every panel, the key of the attack's cell.
     """
-    panels = [Panel(sha, image.cpu(), ()) for sha, image in zip(sha256, images, strict=True)]
+    panels = [(sha, image.cpu(), "") for sha, image in zip(sha256, images, strict=True)]
     rows = [panels[start : start + _ROW] for start in range(0, len(panels), _ROW)]
     border = _BORDER if len(images) > 1 else 0
     height, width = images.shape[2:]
@@ -100,28 +105,26 @@ def sheet_png(images: Float[Tensor, "b c h w"], sha256: Sequence[str], panel: st
     return _with_text(canvas, {"scale": 1, "images": {sha: {panel: box} for sha, box in boxes.items()}})
 
 
-def _draw(
-    rows: Sequence[Sequence[Panel]], cell: tuple[int, int], gap: int, scale: int
-) -> tuple[Image.Image, dict[str, Box]]:
+def _draw(strip: Strip, cell: tuple[int, int], gap: int, scale: int) -> tuple[Image.Image, dict[str, Box]]:
     """Draw panels with the lines under them, and return the canvas and where the image of each panel lies."""
-    columns = max(len(row) for row in rows)
-    canvas = Image.new("RGB", (gap + columns * cell[0], gap + len(rows) * cell[1]), "white")
+    columns = max(len(row) for row in strip)
+    canvas = Image.new("RGB", (gap + columns * cell[0], gap + len(strip) * cell[1]), "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
     boxes: dict[str, Box] = {}
-    for r, row in enumerate(rows):
-        for c, panel in enumerate(row):
-            image = to_pil(panel.image)
+    for r, row in enumerate(strip):
+        for c, (name, pixels, caption) in enumerate(row):
+            image = to_pil(pixels)
             image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
             x, y = gap + c * cell[0], gap + r * cell[1]
             canvas.paste(image, (x, y))
-            for i, line in enumerate(_lines(panel)):
+            for i, line in enumerate(_lines(caption)):
                 draw.text((x, y + image.height + 2 + i * _LINE), line, "black", font)
-            boxes[panel.name] = (x, y, x + image.width, y + image.height)
+            boxes[name] = (x, y, x + image.width, y + image.height)
     return canvas, boxes
 
 
-def _lines(panel: Panel) -> list[str]:
-    return [part for line in panel.caption for part in textwrap.wrap(line, _LETTERS)]
+def _lines(caption: str) -> list[str]:
+    return [part for line in caption.split("\n") for part in textwrap.wrap(line, _LETTERS)]
 
 
 def _with_text(canvas: Image.Image, content: Mapping[str, object]) -> bytes:

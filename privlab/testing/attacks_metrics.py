@@ -187,12 +187,11 @@ def _filter_for(attack: Any) -> GradientDefense:  # noqa: ANN401
 def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterator[Seen]:
     """Yield each observation on which an attack may be tried; it is made when it is asked for."""
     shown, labels = photographs(victim).to(victim.mean), torch.arange(2) % victim.vit.num_classes
-    batch = Batch([NamedImage(f"image-{i}", str(i), None) for i in range(2)], shown[:2], labels, "")
+    batch = Batch([NamedImage(f"image-{i}", str(i), None) for i in range(2)], shown[:2], labels)
 
     def seen(release: Release, *defense: Any, model: VictimModel = victim) -> Seen:  # noqa: ANN401
         clients = Clients(release, Stack(defense), seed, 0, "")
-        trial = clients.trial(model, batch, "c")
-        return clients.observe(model, trial, public=shown[2:])
+        return clients.observe(model, batch, public=shown[2:])
 
     yield seen(Gradient())
     yield seen(Gradient(), model=april_twin(victim))

@@ -19,7 +19,8 @@ from privlab.attacks.solvers import invert_rows, patch_statistics
 from privlab.attacks.solvers.embedding_inverse import MOST_IMAGES
 from privlab.base import PrivlabError
 from privlab.defenses import GaussianNoise
-from privlab.images import batches, open_images
+from privlab.evaluation import batches
+from privlab.images import open_images
 from privlab.metrics import placement_accuracy, psnr
 from privlab.release import observe_features, send
 from privlab.threat import Capability, Draws, FeatureObservation, Sent, Stack

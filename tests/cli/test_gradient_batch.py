@@ -18,7 +18,7 @@ from torch import Tensor
 import privlab
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabWarning
-from privlab.evaluation import CONTROLS, Batch, Controls, Rows, plan
+from privlab.evaluation import CONTROLS, Batch, Public, Rows, plan
 from privlab.grids import specify
 from privlab.images import NamedImage, Others
 from privlab.metrics import assign_images
@@ -160,14 +160,14 @@ def test_controls_of_a_batch_are_assigned_as_reconstructions_are(
 def test_no_control_is_a_photograph_under_attack() -> None:
     draw = torch.Generator().manual_seed(0)
     images = torch.rand(3, 3, 8, 8, generator=draw)
-    batch = Batch([NamedImage(f"{i}", f"{i}", None) for i in range(3)], images, torch.zeros(3, dtype=torch.long), "b")
+    batch = Batch([NamedImage(f"{i}", f"{i}", None) for i in range(3)], images)
     public = {f"{i}": torch.rand(3, 8, 8, generator=draw) for i in range(2, 7)}  # that of "2" is one of the batch
     draws = [torch.Generator().manual_seed(i) for i in range(3)]
 
     def made(names: Sequence[str], *, together: bool = True) -> dict[str, torch.Tensor]:
         colour = torch.tensor((0.5, 0.25, 1.5))[:, None, None]
-        controls = Controls(Others({name: public[name] for name in names}), colour)
-        return controls.of(batch, 4, draws, together=together)
+        found = Public(Others({name: public[name] for name in names}), colour)
+        return found.controls(batch, 4, draws, together=together)
 
     mean, other, shuffled, flat = CONTROLS
     full = made("23456")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from privlab.base import PrivlabError
+from privlab.evaluation import batches
 from privlab.experiments.figures.studies import draw_bound
 from privlab.experiments.methods.reconstruction_bound import fixed_guess, success_bound
-from privlab.images import batches, open_images
+from privlab.images import open_images
 from privlab.release import released_gradients, released_parameters
 from privlab.report.intervals import clopper_pearson
 from privlab.threat import Feed

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from privlab.attacks import ATTACKS
 from privlab.evaluation import (
     AttackGroup,
+    Batch,
     Case,
     Evaluator,
     Record,
@@ -24,7 +25,7 @@ from privlab.evaluation import (
     default_attacks,
 )
 from privlab.grids import specify
-from privlab.images import Chunk, NamedImage, Preprocessing
+from privlab.images import NamedImage, Preprocessing
 from privlab.inventory.explain import explain
 from privlab.inventory.texts import arguments_of, docstrings
 from privlab.threat import Reconstruction, attack_declarations
@@ -165,7 +166,7 @@ def score(
 
         monkeypatch.setattr(check, "attack_batch", attack_batch)
         evaluator = Evaluator(spec, victim, groups, spec.metrics, {}, public)
-        return evaluator(Chunk(named, images, ())).records, waits
+        return evaluator(Batch(named, images))[0], waits
 
     brought = check.attack_batch
     with sdpa_kernel(SDPBackend.MATH):

@@ -13,7 +13,7 @@ import privlab
 from privlab.base import PrivlabError, draw_for
 from privlab.evaluation import Batch
 from privlab.evaluation.check import check_reconstruction
-from privlab.evaluation.controls import Controls
+from privlab.evaluation.controls import Public
 from privlab.evaluation.records import CONTROLS
 from privlab.images import NamedImage, Others
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWa
 def batch(images: Tensor) -> Batch:
     """Return a batch of images that have names and hashes."""
     named = [NamedImage(f"image-{i}", f"{i:064x}", None) for i in range(len(images))]
-    return Batch(named, images, torch.zeros(len(images), dtype=torch.long), "key")
+    return Batch(named, images)
 
 
 @pytest.mark.parametrize("B", [1, 2, 3])
@@ -49,7 +49,7 @@ def test_controls_know_nothing_of_the_private_image(photographs: Callable[[int, 
     """Another private image behind the same names changes only the control that is made of it, shuffled patches."""
     public = Others({f"{100 + i:064x}": image for i, image in enumerate(photographs(5, 16))})
     made = [
-        Controls(public, torch.tensor([0.2, 0.5, 0.8]).view(3, 1, 1)).of(
+        Public(public, torch.tensor([0.2, 0.5, 0.8]).view(3, 1, 1)).controls(
             batch(images), 4, [torch.Generator().manual_seed(i) for i in range(2)], together=False
         )
         for images in torch.rand(2, 2, 3, 16, 16)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import privlab
 from privlab.attacks import MjpSubspace, PatchGradient
 from privlab.defenses import Jigsaw
-from privlab.evaluation import CONTROLS, GEOMETRIES, Batch, Scorer, Trial
+from privlab.evaluation import CONTROLS, GEOMETRIES, Batch, Scorer
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.tables import SINGLE, WORST, Facts, Flag, attack_label, red_flags, results_of
 from privlab.threat import Capability, Feed, Observation, Reconstruction, Sent
@@ -117,28 +117,24 @@ def test_one_rule_orders_patches_for_every_attack_and_control_under_the_oracle()
     assert (controls[controls.setting == "c"].groupby(["attack", "geometry"]).size() == 3).all()
 
 
-def unnamed(images: Tensor) -> Batch:
-    return Batch([], images, torch.zeros(len(images), dtype=torch.long), "")
-
-
 def test_the_oracle_gives_loose_and_other_results_the_same_order() -> None:
     """Two results of the same pixels have the same score there, whatever they say of places; all slots without PEs."""
     base = victim("vit_ti", weights="random", img_size=32)
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     shuffle = Jigsaw(gamma=0.75)
     feed = shuffle(images, 16, [torch.Generator().manual_seed(i) for i in (1, 2)])
-    trial, scorer = Trial("c", unnamed(images), feed, images), Scorer(base.model, ["psnr"], {})
+    batch, scorer = Batch([], images, feed=feed), Scorer(base.model, ["psnr"], {})
     noisy = (feed.images + 0.1 * torch.randn(feed.images.shape, generator=torch.Generator().manual_seed(3))).clamp(0, 1)
     plain, loose = (
-        scorer.laid(Reconstruction(noisy, loose=of), trial)[0][1]["psnr"] for of in (None, torch.ones_like(feed.moved))
+        scorer.laid(Reconstruction(noisy, loose=of), batch)[0][1]["psnr"] for of in (None, torch.ones_like(feed.moved))
     )
     assert plain == loose
-    assert torch.equal(scorer.moved(trial), feed.moved)
-    unmoved = replace(trial, feed=Feed.undefended(images, 16))
+    assert torch.equal(scorer.moved(batch), feed.moved)
+    unmoved = replace(batch, feed=Feed.undefended(images, 16))
     assert scorer.oracle(noisy, unmoved) is None
     sent = Sent.plain(torch.zeros(2, 5, 8), prefix=1)
     rows = replace(sent, source=sent.source[:, [0, 1, 2, 4, 3]].where(torch.tensor([[True], [False]]), sent.source))
-    assert torch.equal(scorer.moved(replace(trial, sent=sent)), feed.moved)
+    assert torch.equal(scorer.moved(replace(batch, sent=sent)), feed.moved)
     assert torch.equal(scorer.moved(replace(unmoved, sent=rows)), torch.tensor([[True] * 4, [False] * 4]))
     nope = Scorer(victim("deit_s_nope", weights="random", img_size=32).model, ["psnr"], {})
     assert nope.moved(unmoved).all()
@@ -155,7 +151,7 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
     scorer = Scorer(base.model, [*STRUCTURE], {})
     image = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     plain, away = (
-        scorer.laid(Reconstruction(image), Trial("c", unnamed(images), feed, reference), GEOMETRIES)[0]
+        scorer.laid(Reconstruction(image), Batch([], reference, feed=feed), GEOMETRIES)[0]
         for reference in (images, images.flip(-1))
     )
     for one, other in zip(plain, away, strict=True):
@@ -163,9 +159,9 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
             assert one[name] == other[mirrored]
             assert one[mirrored] == other[name]
             assert one[name] != one[mirrored]
-    (own, _), _ = scorer.laid(Reconstruction(images), Trial("c", unnamed(images), feed, images))
+    (own, _), _ = scorer.laid(Reconstruction(images), Batch([], images, feed=feed))
     assert min(own["correlation"]) > 0.99 > 0.3 > max(own["correlation_mirrored"])
-    matched = replace(scorer, several=True).laid(Reconstruction(image), Trial("c", unnamed(images), feed, images))[0][0]
+    matched = replace(scorer, several=True).laid(Reconstruction(image), Batch([], images, feed=feed))[0][0]
     assert not matched.keys() & {*MIRRORED.values()}
 
 

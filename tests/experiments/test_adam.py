@@ -10,10 +10,11 @@ from torch import Tensor
 
 from privlab.attacks.solvers import Shown
 from privlab.base import PrivlabError
+from privlab.evaluation import batches
 from privlab.experiments.studies.adam import AdamStudy, to_rows, told_features
 from privlab.experiments.studies.adam_pairs import GUESSES
 from privlab.experiments.studies.adam_pairs import to_rows as pairs_to_rows
-from privlab.images import batches, open_images
+from privlab.images import open_images
 from privlab.metrics import psnr
 from privlab.victims import victim
 

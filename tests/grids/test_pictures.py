@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from privlab.evaluation import Panel, Strip
 from privlab.grids import tasks
 
 
@@ -12,5 +11,5 @@ def test_equal_pictures_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(tasks, "to_png", lambda image: encoded.append(image) or bytes(len(encoded)))
     private, reconstruction = torch.zeros(3, 8, 8), torch.ones(3, 8, 8)
     names = {"cell-private": private, "cell-fed": private.clone(), "attack": reconstruction}
-    strip = Strip("i", "0", "v", (tuple(Panel(name, image, ()) for name, image in names.items()),))
+    strip = [[(name, image, "") for name, image in names.items()]]
     assert dict(tasks._pngs(strip)) == {"cell-private": bytes(1), "cell-fed": bytes(1), "attack": bytes(2)}

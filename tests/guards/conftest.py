@@ -12,18 +12,17 @@ from privlab.attacks import ATTACKS
 from privlab.evaluation import (
     AttackGroup,
     Batch,
+    Clients,
     Evaluator,
     Record,
-    Scored,
     Scorer,
-    Trial,
     applicable,
     check,
     default_attacks,
     observing,
 )
 from privlab.grids import specify
-from privlab.images import Chunk, NamedImage, Preprocessing
+from privlab.images import NamedImage, Preprocessing
 from privlab.threat import FeatureObservation, Observation, Reconstruction, attack_declarations
 from privlab.victims import Victim, VictimModel, Weights
 
@@ -40,16 +39,11 @@ class Watched:
 
     called: list[tuple[Any, Observation | FeatureObservation]] = field(default_factory=list)
     images: dict[tuple[str, str, str], list[Tensor]] = field(default_factory=dict)
-    trials: list[Trial] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     controls: list[list[Tensor]] = field(default_factory=list)
     observed: list[Any] = field(default_factory=list)
-    scored: Scored | None = None
-
-    @property
-    def records(self) -> list[Record]:
-        """Return the records of the run."""
-        assert self.scored is not None
-        return self.scored.records
+    records: list[Record] = field(default_factory=list)
+    reconstructions: dict[str, Reconstruction] = field(default_factory=dict)
 
 
 Run = Callable[..., Watched]
@@ -64,13 +58,13 @@ def by_digest(images: Tensor) -> dict[str, Tensor]:
     return {digest(image): image for image in images}
 
 
-def chunk_of_images(images: Tensor, *, first_label: int = 0) -> Chunk:
+def batch_of_images(images: Tensor, *, first_label: int = 0) -> Batch:
     """Return images as the pipeline is given them, of every other class from the first."""
     pictures = [
         NamedImage(f"private-name-{digest(image)[:8]}.png", digest(image), None, first_label + 2 * i, "file")
         for i, image in enumerate(images)
     ]
-    return Chunk(tuple(pictures), images, ())
+    return Batch(pictures, images)
 
 
 @pytest.fixture
@@ -122,7 +116,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         )
         with monkeypatch.context() as patch:
             _watch(patch, watched, None if replay is None else iter(replay.observed))
-            watched.scored = evaluator(chunk_of_images(images, first_label=first_label))
+            watched.records, _, watched.reconstructions = evaluator(batch_of_images(images, first_label=first_label))
         return watched
 
     return go
@@ -130,7 +124,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
 
 def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | None) -> None:
     """Note what passes between the parts of the pipeline."""
-    brought, trial_of, again, controls = check.attack_batch, Evaluator._trial, Evaluator._again, Evaluator._controls
+    brought, feed, again, controls = check.attack_batch, Clients.feed, Evaluator._again, Evaluator._controls
     laid_by, score = Scorer.laid, Scorer.score
     scored: list[Tensor] = []
     names_of: list[str] = []
@@ -143,10 +137,9 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
 
         return call
 
-    def made_trial(self: Evaluator, setting: str, batch: Batch) -> Trial:
-        trial = trial_of(self, setting, batch)
-        watched.trials.append(trial)
-        return trial
+    def feeding(self: Clients, model: VictimModel, batch: Batch, setting: str) -> Batch:
+        watched.batches.append(feed(self, model, batch, setting))
+        return watched.batches[-1]
 
     def called(attack: Any, observation: Any) -> Reconstruction:
         watched.called.append((attack, observation))
@@ -162,28 +155,28 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
         return score(self, images, *args)
 
     def laid_out(
-        self: Scorer, reconstruction: Reconstruction, trial: Trial, names: Sequence[str], *, placed: bool
+        self: Scorer, reconstruction: Reconstruction, batch: Batch, names: Sequence[str], *, placed: bool
     ) -> Any:
         scored.clear()
-        found = laid_by(self, reconstruction, trial, names, placed=placed)
+        found = laid_by(self, reconstruction, batch, names, placed=placed)
         images = {"in_place": scored[0], "oracle": scored[1] if len(scored) > 1 else scored[0]}
         if "reassembled" in names:
             images["reassembled"] = scored[0] if placed and reconstruction.loose is not None else scored[-1]
         for geometry, laid in images.items():
-            watched.images.setdefault((trial.setting, names_of[0], geometry), []).append(laid)
+            watched.images.setdefault((batch.setting, names_of[0], geometry), []).append(laid)
         del names_of[: len(names_of) > 1]
         return found
 
-    def controlled(self: Evaluator, trial: Trial) -> Any:
+    def controlled(self: Evaluator, batch: Batch) -> Any:
         scored.clear()
-        found = controls(self, trial)
+        found = controls(self, batch)
         watched.controls.append(scored[::2] if len(scored) > 3 else [*scored])  # the oracle's stand between them
         return found
 
     for name in ("observe", "observe_updates", "observe_features"):
         patch.setattr(observing, name, observed(getattr(observing, name)))
     patch.setattr(check, "attack_batch", called)
-    patch.setattr(Evaluator, "_trial", made_trial)
+    patch.setattr(Clients, "feed", feeding)
     patch.setattr(Evaluator, "_again", scored_again)
     patch.setattr(Evaluator, "_controls", controlled)
     patch.setattr(Scorer, "laid", laid_out)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.evaluation import Batch, Evaluator, Trial
-from privlab.images import Chunk, NamedImage
+from privlab.evaluation import Batch, Evaluator
+from privlab.images import NamedImage
 from privlab.threat import ClientData, Draws, Feed, Sent
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
-PRIVATE = (Feed, Sent, ClientData, Trial, Batch, NamedImage, Draws, Chunk, Evaluator, Generator)
+PRIVATE = (Feed, Sent, ClientData, Batch, NamedImage, Draws, Evaluator, Generator)
 
 
 def successors(thing: object) -> list[Any]:
@@ -42,24 +42,24 @@ def reached(*roots: object) -> Iterator[object]:
             left += successors(thing)
 
 
-def secrets_of(trial: Trial) -> dict[str, Tensor]:
+def secrets_of(batch: Batch) -> dict[str, Tensor]:
     """Return every private tensor by its name."""
     found = {
-        "images": trial.batch.images,
-        "labels": trial.batch.labels,
-        "reference": trial.reference,
-        **{name: getattr(trial.feed, name) for name in ("order", "moved", "masked_pe")},
-        "fed": trial.feed.images,
+        "images": batch.images,
+        "labels": batch.labels,
+        "reference": batch.reference,
+        **{name: getattr(batch.fed, name) for name in ("order", "moved", "masked_pe")},
+        "fed": batch.fed.images,
     }
-    if trial.sent is not None:
-        found |= {"source": trial.sent.source, "columns": trial.sent.columns}
+    if batch.sent is not None:
+        found |= {"source": batch.sent.source, "columns": batch.sent.columns}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def found_in(call: tuple[Any, Any], trial: Trial) -> set[str]:
+def found_in(call: tuple[Any, Any], batch: Batch) -> set[str]:
     """Return what of the private side an attack and its observation lead to."""
-    secrets = secrets_of(trial)
-    said = [word for image in trial.batch.named for word in (image.name, image.sha256)]
+    secrets = secrets_of(batch)
+    said = [word for image in batch.named for word in (image.name, image.sha256)]
     found: set[str] = set()
     for thing in reached(*call):
         if isinstance(thing, PRIVATE):
@@ -95,24 +95,23 @@ CASES: dict[str, dict[str, Any]] = {
 def test_no_attack_is_led_to_the_truth(run: Any, case: str) -> None:
     watched = run(**CASES[case])
     assert watched.called
-    (trial,) = watched.trials
+    (batch,) = watched.batches
     for call in watched.called:
-        assert found_in(call, trial) == set(), call[0].name
+        assert found_in(call, batch) == set(), call[0].name
 
 
 def test_it_would_be_found(run: Any) -> None:
     """The walk finds each secret where it is hidden: in a module's hook, in a closure, in a view, in a key."""
     watched = run(defense="row-permutation+column-permutation", attack=("least-squares",))
-    (trial,) = watched.trials
-    for name, secret in secrets_of(trial).items():
+    (batch,) = watched.batches
+    for name, secret in secrets_of(batch).items():
         layer = torch.nn.Identity()
         layer.register_forward_hook(lambda *_, secret=secret: None)
-        assert name in found_in((layer, None), trial)
-        assert name in found_in((secret[:1], None), trial)
-        assert name in found_in((secret.clone(), None), trial)
-    batch = trial.batch
-    for hidden in (trial, batch, trial.feed, trial.sent, batch.named[0], batch.draws(0, "defense", 0)):
-        assert found_in(((lambda hidden=hidden: hidden), None), trial)
+        assert name in found_in((layer, None), batch)
+        assert name in found_in((secret[:1], None), batch)
+        assert name in found_in((secret.clone(), None), batch)
+    for hidden in (batch, batch.feed, batch.sent, batch.named[0], batch.draws(0, "defense", 0)):
+        assert found_in(((lambda hidden=hidden: hidden), None), batch)
     named = {f"cell/{batch.named[0].sha256}": 0}
-    assert found_in((named, None), trial) == {"a name or a hash"}
-    assert found_in((torch.nn.Identity(), torch.zeros(3)), trial) == set()
+    assert found_in((named, None), batch) == {"a name or a hash"}
+    assert found_in((torch.nn.Identity(), torch.zeros(3)), batch) == set()

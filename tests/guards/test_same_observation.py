@@ -80,13 +80,13 @@ def same(run: Any, crops: Tensor, *, together: bool = False, **given: Any) -> se
     first = run(**given)
     truth = given | ({"gamma": given["gamma"] / 2} if given.get("gamma", 1) < 1 else {}) | {"seed": 71}
     other = run(**truth, images=crops[50:260:110], first_label=1, replay=first)
-    for trial, trial2 in zip(first.trials, other.trials, strict=True):
-        assert not torch.equal(trial.reference, trial2.reference)
-        assert not torch.equal(trial.batch.labels, trial2.batch.labels)
-        assert {p.sha256 for p in trial.batch.named}.isdisjoint(p.sha256 for p in trial2.batch.named)
-        moved = "moved" if trial.feed.moved.any() and not trial.feed.moved.all() else "order"
-        if trial.feed.moved.any():
-            assert not torch.equal(getattr(trial.feed, moved), getattr(trial2.feed, moved))
+    for batch, batch2 in zip(first.batches, other.batches, strict=True):
+        assert not torch.equal(batch.reference, batch2.reference)
+        assert not torch.equal(batch.labels, batch2.labels)
+        assert {p.sha256 for p in batch.named}.isdisjoint(p.sha256 for p in batch2.named)
+        moved = "moved" if batch.fed.moved.any() and not batch.fed.moved.all() else "order"
+        if batch.fed.moved.any():
+            assert not torch.equal(getattr(batch.fed, moved), getattr(batch2.fed, moved))
     assert first.images.keys() == other.images.keys()
     fine = {row["attack"] for row in first.records if row["status"] == "ok"}
     changed = [
@@ -151,10 +151,10 @@ def test_what_is_kept_is_laid_out_without_the_truth(run: Any, crops: Tensor) -> 
     """An earlier run's reconstructions are laid out by what is seen, not by the mask, where the two are at odds."""
     given = {"gamma": 0.5, "attack": ("patch-gradient",)}
     first, other = run(**given), run(**given, images=crops[50:260:110])
-    again = run(**given, replay=other, kept=first.scored.reconstructions)
+    again = run(**given, replay=other, kept=first.reconstructions)
     (in_place,) = again.images["c", "patch-gradient", "in_place"]
     assert torch.equal(in_place, torch.cat(first.images["c", "patch-gradient", "in_place"]))  # one image a call
     known = torch.cat([slots for seen in other.observed if (slots := known_slots(seen)) is not None])
-    assert not torch.equal(known, ~first.trials[0].feed.moved)
+    assert not torch.equal(known, ~first.batches[0].fed.moved)
     order = rearrange(Reconstruction(in_place), known, Borders(), (4, 4), 4)
     assert torch.equal(again.images["c", "patch-gradient", "reassembled"][0], permute(in_place, order, 4))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from privlab.base import PrivlabError
+from privlab.evaluation import batches
 from privlab.grids import references, specify
 from privlab.images import (
     Data,
     NamedImage,
     Preprocessing,
-    batches,
     choose_images,
     open_images,
     read_manifest,

@@ -16,7 +16,8 @@ from timm.data.transforms_factory import create_transform
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.images import Data, Preprocessing, batches, open_images, sources
+from privlab.evaluation import batches
+from privlab.images import Data, Preprocessing, open_images, sources
 
 GREY = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")
 

@@ -25,13 +25,13 @@ from privlab.evaluation import (
     Evaluator,
     Rows,
     Scorer,
-    Trial,
+    batches,
     check_geometry,
     known_slots,
     plan,
 )
 from privlab.grids import specify
-from privlab.images import Preprocessing, batches, open_images
+from privlab.images import Preprocessing, open_images
 from privlab.metrics import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
 from privlab.patches import patchify
 from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing_slots
@@ -223,10 +223,8 @@ def test_one_gradient_of_several_images_says_which_slots_are_masked_where_they_s
 def scored(
     model: VictimModel, feed: Feed, images: Tensor, reconstruction: Reconstruction, **options: Any
 ) -> list[dict[str, Any]]:
-    known, batch = options.pop("known", None), Batch([], images, torch.zeros(len(images), dtype=torch.long), "")
-    return Scorer(model, ["psnr"], {}).laid(
-        reconstruction, Trial("c", batch, feed, images, known=known), GEOMETRIES, **options
-    )[0]
+    batch = Batch([], images, feed=feed, known=options.pop("known", None))
+    return Scorer(model, ["psnr"], {}).laid(reconstruction, batch, GEOMETRIES, **options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -388,13 +386,11 @@ def test_what_was_kept_is_re_assembled_alike(base: Victim, defense: str) -> None
     )
     evaluator = Evaluator(spec, base, plan(spec, base), ["psnr"], {}, {}, strips=False, controls=False, keep=True)
     chunk = next(iter(batches(open_images("samples", limit=2), base.preprocessing, 2)))
-    first = evaluator(chunk)
-    again = dataclasses.replace(evaluator, kept=dict(first.reconstructions), keep=False)(chunk)
+    first, _, reconstructions = evaluator(chunk)
+    again, _, _ = dataclasses.replace(evaluator, kept=reconstructions, keep=False)(chunk)
     names = ("image", "geometry", "psnr", "placement_accuracy", "neighbour_accuracy", "cell")
-    assert [[row.get(n) for n in names] for row in again.records] == [
-        [row.get(n) for n in names] for row in first.records
-    ]
-    assert [row["geometry"] for row in first.records] == [*GEOMETRIES, *GEOMETRIES]
+    assert [[row.get(n) for n in names] for row in again] == [[row.get(n) for n in names] for row in first]
+    assert [row["geometry"] for row in first] == [*GEOMETRIES, *GEOMETRIES]
 
 
 def test_no_score_of_a_shuffled_image_depends_on_the_others_of_its_batch(tmp_path: Path, crops: Tensor) -> None:
@@ -418,7 +414,7 @@ def test_no_score_of_a_shuffled_image_depends_on_the_others_of_its_batch(tmp_pat
         evaluator = Evaluator(spec, victim_of_cifar, groups, ["psnr"], {}, {}, strips=False, controls=False)
         (chunk,) = batches(open_images(paths), victim_of_cifar.preprocessing, len(paths))
         names = ("psnr", "grad_norm", "placement_accuracy", "neighbour_accuracy", "psnr_masked")
-        rows = [row for row in evaluator(chunk).records if row["setting"] == "c"]
+        rows = [row for row in evaluator(chunk)[0] if row["setting"] == "c"]
         return {(row["image_sha256"], row["geometry"]): [row.get(name) for name in names] for row in rows}
 
     alone = scores((0,)) | scores((1,)) | scores((2,))

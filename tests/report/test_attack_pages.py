@@ -19,7 +19,6 @@ from PIL.PngImagePlugin import PngInfo
 from torchvision.utils import save_image
 
 from privlab import attack
-from privlab.evaluation import Panel, Strip
 from privlab.grids import Figure
 from privlab.images import read_image, to_png
 from privlab.report.figures.draw import draw
@@ -83,13 +82,13 @@ def test_panels_are_cut_out_as_they_were_drawn(
     """Whatever the rows and columns, and whether pictures are smaller or larger than a panel."""
     draws = torch.Generator().manual_seed(sum(size))
     rows = tuple(
-        tuple(Panel(f"{r}-{c}", torch.rand(3, *size, generator=draws), ("a line",) * lines) for c in range(count))
+        tuple((f"{r}-{c}", torch.rand(3, *size, generator=draws), "\n".join(["a line"] * lines)) for c in range(count))
         for r, count in enumerate(columns)
     )
     path = tmp_path_factory.mktemp("strip") / "strip.png"
-    path.write_bytes(strip_png(Strip("image", "sha", "victim", rows)))
+    path.write_bytes(strip_png(rows, "sha"))
     found = places_of(path)
-    wanted = {(panel.name, "sha"): to_png(panel.image) for row in rows for panel in row}
+    wanted = {(name, "sha"): to_png(image) for row in rows for name, image, _ in row}
     assert dict(zip(found, pngs([*found.values()]), strict=True)) == wanted
     with Image.open(path) as strip:
         for place in found.values():
@@ -140,8 +139,8 @@ def test_a_foreign_text_names_no_panel(tmp_path: Path, text: str) -> None:
 
 def test_long_names_stay_under_their_image() -> None:
     said = "orthogonal-matching (reassembled) (stock block)"
-    row = tuple(Panel(name, torch.zeros(3, 8, 8), (said,)) for name in "ab")
-    with Image.open(io.BytesIO(strip_png(Strip("i", "0", "v", (row,))))) as strip:
+    row = [(name, torch.zeros(3, 8, 8), said) for name in "ab"]
+    with Image.open(io.BytesIO(strip_png([row], "0"))) as strip:
         drawn = np.asarray(strip)
     assert (drawn[:, 232:240] == 255).all()  # the gap between both
     assert (drawn[:, -8:] == 255).all()

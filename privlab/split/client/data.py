@@ -9,7 +9,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from privlab.base import PrivlabError, Progress, draw_for
-from privlab.images import Data, Preprocessing, batches
+from privlab.evaluation import batches
+from privlab.images import Data, Preprocessing
 from privlab.victims import VictimModel
 
 _BATCH_SIZE = 64
