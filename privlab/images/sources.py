@@ -11,10 +11,13 @@ from typing import NoReturn
 from PIL import Image
 
 from privlab.base import PrivlabError, first, warn
+from privlab.images import medical
 from privlab.images.data import Data
-from privlab.images.decode import NamedImage, read_image
+from privlab.images.decode import NamedImage, Slice, count_slices, read_image
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
+_STILL = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2"})
+"""The suffixes of files that are one image."""
+SUFFIXES = _STILL | {".tif", ".tiff"} | medical.SUFFIXES
 _OF_TOOLS = frozenset({"__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 SPLITS = frozenset({"train", "val", "valid", "validation", "test"})
 
@@ -80,19 +83,63 @@ def _sample(folder: Path, place: int) -> NamedImage:
 
 
 def files(paths: Sequence[Path]) -> Data:
-    """Open files, in the order given."""
+    """Open files, in the order given; of a volume, its slices, or the one that `volume.nii.gz#12` names."""
     if not paths:
         raise PrivlabError("No image given: expected a file, a folder, 'samples', 'torchvision:NAME' or 'hf:NAME'.")
     for path in paths:
         if path.is_dir():
             raise PrivlabError(f"'{path}' is a folder: give one folder alone, or several files.")
-        if not path.exists():
+        if not path.exists() and _named_slice(path) is None:
             raise PrivlabError(
                 f"No file or folder '{path}'. Give samples, a folder, files, torchvision:NAME or hf:NAME."
             )
-    names = tuple(path.as_posix() for path in paths)
-    description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
-    return Data(description, tuple(paths), names, range(len(paths)))
+    items, names, _ = _slices(paths, [path.as_posix() for path in paths])
+    description = f"file {paths[0].as_posix()}" if len(paths) == 1 else f"{len(paths)} files"
+    if len(items) > len(paths):
+        description = f"{description}: {len(items)} images"
+    return Data(description, items, names, range(len(items)))
+
+
+def _named_slice(path: Path) -> Slice | None:
+    """Return the slice that a path such as `volume.nii.gz#12` names; None where it names none."""
+    before, sign, index = path.as_posix().rpartition("#")
+    return Slice(Path(before), int(index)) if sign and index.isdecimal() and Path(before).is_file() else None
+
+
+def _slices(
+    paths: Sequence[Path], names: Sequence[str]
+) -> tuple[tuple[Path | Slice | Exception, ...], tuple[str, ...], list[int]]:
+    """Return the images of files, their names, and the position of the file of each one.
+
+    Raises:
+        PrivlabError: if a slice is named that a file lacks.
+    """
+    items: list[Path | Slice | Exception] = []
+    named: list[str] = []
+    files: list[int] = []
+    for position, (path, name) in enumerate(zip(paths, names, strict=True)):
+        chosen = None if path.exists() else _named_slice(path)
+        try:
+            file = path if chosen is None else chosen.path
+            count = None if file.suffix.lower() in _STILL else count_slices(file)
+        except Exception as error:  # a damaged volume must not end the run
+            items.append(error)
+            named.append(name)
+            files.append(position)
+            continue
+        if chosen is not None:
+            if chosen.index >= (count or 0):
+                raise PrivlabError(f"'{chosen.path}' has {count or 1} images. Found '{name}'; the first is #0.")
+            found, labels = [chosen], [name]
+        elif count is None:
+            found, labels = [path], [name]
+        else:
+            found = [Slice(path, index) for index in range(count)]
+            labels = [f"{name}#{index}" for index in range(count)]
+        items += found
+        named += labels
+        files += [position] * len(found)
+    return tuple(items), tuple(named), files
 
 
 def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, int] | None = None) -> Data:
@@ -127,10 +174,11 @@ def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, in
             f"{len(folders) - 1} are those of {first(folders, 3)}. If it is a class, give --labels.",
             3,
         )
-    names = tuple(path.relative_to(root).as_posix() for path in paths)
-    description = f"folder {base}: {len(paths)} images, {rule}"
+    items, names, files_of = _slices(paths, [path.relative_to(root).as_posix() for path in paths])
+    tops = [tops[position] for position in files_of]
+    description = f"folder {base}: {len(items)} images, {rule}"
     turns = tops if folders else ()
-    data = Data(description, tuple(paths), names, range(len(paths)), class_names, turns=turns)
+    data = Data(description, items, names, range(len(items)), class_names, turns=turns)
     return data.label([indices.get(top) for top in tops], "folder")
 
 
@@ -167,7 +215,7 @@ def _image_files(base: Path) -> list[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not _is_of_a_tool(name))
         paths = (Path(folder, name) for name in files if not _is_of_a_tool(name))
-        found += [path for path in paths if path.suffix.lower() in SUFFIXES]
+        found += [path for path in paths if path.name.lower().endswith(tuple(SUFFIXES))]
     return sorted(found)
 
 
