@@ -235,24 +235,29 @@ def _nifti(path: Path, modified: int) -> np.ndarray:
 # Arrays
 
 
-def stack_of(array: np.ndarray) -> np.ndarray:
+def stack_of(array: np.ndarray, *, several: bool = False) -> np.ndarray:
     """Return the images of an array, n × h × w or n × h × w × c.
 
     An array is h × w; h × w × c or c × h × w; n × h × w; n × h × w × c or n × c × h × w; or n × d × h × w, volumes
     whose slices follow each other. c is at most `MAX_CHANNELS`, the other sides are larger.
 
+    Args:
+        array: the array.
+        several: whether its first axis is that of images for certain; n may be small then.
+
     Raises:
         PrivlabError: if it is none of these.
     """
-    if array.ndim in (3, 4) and array.shape[-1] > MAX_CHANNELS and array.shape[-3] <= MAX_CHANNELS:
+    shape = array.shape[1:] if several else array.shape
+    if len(shape) in (3, 4) and shape[-1] > MAX_CHANNELS and shape[-3] <= MAX_CHANNELS:
         array = np.moveaxis(array, -3, -1)
-    has_channels = array.ndim > 2 and array.shape[-1] <= MAX_CHANNELS
-    sides = array.shape[:-1] if has_channels else array.shape
-    if len(sides) == 2:
+    has_channels = len(shape) > 2 and array.shape[-1] <= MAX_CHANNELS
+    axes = array.ndim - has_channels
+    if axes == 2 and not several:
         return array[None]
-    if len(sides) == 4:
+    if axes == 4:
         return array.reshape(-1, *array.shape[2:])
-    if len(sides) != 3:
+    if axes != 3:
         found = " × ".join(map(str, array.shape))
         raise PrivlabError(f"An array of images is h × w, or n × h × w, with channels first or last. Found {found}.")
     return array

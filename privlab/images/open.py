@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range
-from privlab.images import datasets, sources
+from privlab.images import archives, datasets, sources
 from privlab.images.data import Data
 from privlab.images.decode import NamedImage, check_bit_depth, warn_if_dark
 from privlab.images.manifest import check_choice, choose_images, relabel
@@ -37,8 +37,9 @@ def open_images(
 
     Args:
         source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per class), one
-            or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A folder called
-            samples is "./samples". Data that are open already are taken as they are.
+            or several files, a Parquet file with the bytes of images or a folder of them, an npz file of arrays, tar
+            files of WebDataset (such as "shard-{000..003}.tar", or their folder), "torchvision:NAME", or "hf:NAME". A
+            folder called samples is "./samples". Data that are open already are taken as they are.
         limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first image
             of each class in the order of their names, then the second of each, and so on.
         every: use every `every`-th image only, in the order in which `limit` takes them; `limit` counts what is left.
@@ -77,7 +78,7 @@ def open_images(
     if manifest is not None:
         opened = choose_images(opened, Path(manifest), check=check)
     if labels not in (None, "predicted"):
-        opened = relabel(opened, Path(labels))
+        opened = relabel(opened, Path(labels), class_to_index)
     start, step = offset or 0, every or 1
     if start:
         try:
@@ -104,19 +105,37 @@ def _open(
     if isinstance(first, str) and first.startswith("hf:"):
         return datasets.hugging_face(first.removeprefix("hf:"), split)
     if isinstance(first, str | Path) and first != "samples" and Path(first).is_dir():
-        return sources.folder(Path(first), split, class_to_index)
-    if isinstance(first, str | Path) and Path(first).suffix == ".parquet" and Path(first).is_file():
-        return datasets.parquet(Path(first), split, own_labels=own_labels)
+        return _folder(Path(first), split, class_to_index, own_labels=own_labels)
+    path = Path(first) if isinstance(first, str | Path) else Path()
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        return datasets.parquet(path, split, own_labels=own_labels)
+    if path.suffix.lower() == ".npz" and path.is_file():
+        return archives.arrays(path, split)
     if isinstance(first, Data):
         opened = first
     elif first == "samples":
         opened = sources.samples()
+    elif path.suffix.lower() == ".tar":
+        files = {tar.name: tar for tar in archives.expand(path)}
+        opened = archives.tars(files, sources.SUFFIXES, class_to_index, own_labels=own_labels)
     else:
         opened = sources.files([Path(path) for path in several if not isinstance(path, Data)])
     if split is not None:
         found = opened.description if isinstance(source, Data) else source
         raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {found}.")
     return opened
+
+
+def _folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, own_labels: bool) -> Data:
+    """Open a folder of images, or of the Parquet or tar files that hold them."""
+    base = root if split is None or not (root / split).is_dir() else root / split
+    if not sources.files_below(base, sources.SUFFIXES):
+        if shards := sources.files_below(root, {".parquet"}):
+            return datasets.parquet_folder(root, shards, split, own_labels=own_labels)
+        if tars := sources.files_below(base, {".tar"}):
+            files = {path.relative_to(root).as_posix(): path for path in tars}
+            return archives.tars(files, sources.SUFFIXES, class_to_index, own_labels=own_labels)
+    return sources.folder(root, split, class_to_index)
 
 
 @dataclass(frozen=True)

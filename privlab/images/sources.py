@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from privlab.base import PrivlabError, first, warn
 from privlab.images import medical
 from privlab.images.data import Data
 from privlab.images.decode import NamedImage, Slice, count_slices, read_image
+from privlab.images.targets import class_indices
 
 _STILL = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2"})
 """The suffixes of files that are one image."""
@@ -160,14 +161,14 @@ def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, in
     base = root if split is None else root / split
     if not base.is_dir():
         raise PrivlabError(f"No folder '{base}' for split '{split}'. Found: {', '.join(_folders(root)) or 'none'}.")
-    paths = _image_files(base)
+    paths = files_below(base, SUFFIXES)
     if not paths:
         raise PrivlabError(f"No image in the folder '{base}'. Expected files with {', '.join(sorted(SUFFIXES))}.")
     tops = [path.relative_to(base).parts[0] for path in paths]
     folders = () if any(path.parent == base for path in paths) else tuple(sorted(set(tops)))
     if split is None and folders and SPLITS.issuperset(folders):
         raise PrivlabError(f"'{base}' holds splits, not classes: choose split from {', '.join(folders)}.")
-    indices, class_names, rule = _classes(folders, class_to_index)
+    indices, class_names, rule = class_indices(folders, class_to_index) if folders else ({}, None, "no labels")
     if class_names == folders and (empty := [name for name in _folders(base) if name not in folders]):
         warn(
             f"{first(empty, 3)} in '{base}' holds no image and is not counted as a class: the labels 0 to "
@@ -182,19 +183,6 @@ def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, in
     return data.label([indices.get(top) for top in tops], "folder")
 
 
-def _classes(
-    folders: Sequence[str], class_to_index: Mapping[str, int] | None
-) -> tuple[Mapping[str, int], tuple[str, ...] | None, str]:
-    if not folders:
-        return {}, None, "no labels"
-    if class_to_index is None or not class_to_index.keys() >= set(folders):
-        indices = {name: index for index, name in enumerate(folders)}
-        return indices, tuple(folders), f"{len(folders)} classes labelled in the order of their folders"
-    complete = sorted(class_to_index.values()) == list(range(len(class_to_index)))
-    class_names = tuple(sorted(class_to_index, key=class_to_index.__getitem__)) if complete else None
-    return class_to_index, class_names, f"{len(folders)} classes labelled by the given indices"
-
-
 def _folders(base: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in base.iterdir() if path.is_dir() and not _is_of_a_tool(path.name)))
 
@@ -204,7 +192,16 @@ def _is_of_a_tool(name: str) -> bool:
     return name.startswith(".") or name in _OF_TOOLS
 
 
-def _image_files(base: Path) -> list[Path]:
+def files_below(base: Path, suffixes: Collection[str]) -> list[Path]:
+    """Return the files below a folder whose names end so, sorted; those of systems and tools are left out.
+
+    Args:
+        base: the folder.
+        suffixes: such as ".png".
+
+    Raises:
+        PrivlabError: if a folder cannot be listed.
+    """
     found: list[Path] = []
     seen: set[Path] = set()
     for folder, folders, files in os.walk(base, onerror=_refuse_folder, followlinks=True):
@@ -215,7 +212,7 @@ def _image_files(base: Path) -> list[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not _is_of_a_tool(name))
         paths = (Path(folder, name) for name in files if not _is_of_a_tool(name))
-        found += [path for path in paths if path.name.lower().endswith(tuple(SUFFIXES))]
+        found += [path for path in paths if path.name.lower().endswith(tuple(suffixes))]
     return sorted(found)
 
 
