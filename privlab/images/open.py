@@ -143,8 +143,8 @@ class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
     `size` is (h, w). `mean` and `std` are kept for the victim, which normalises by itself; they have one entry for each
-    channel: grey (PIL's luma), red and green, red, green and blue, or these and the luma, as a stand-in for a band that
-    photographs do not have.
+    channel: grey (PIL's luma), red and green, red, green and blue, or these and the luma, as a stand-in for each band
+    that photographs do not have.
 
     Raises:
         PrivlabError: if the size is not positive, `crop_pct` is not in (0, 1], or the interpolation is unknown.
@@ -172,14 +172,18 @@ class Preprocessing:
         is_tensor = isinstance(pixels, Tensor)
         if is_tensor and len(pixels) != len(self.mean):
             raise PrivlabError(
-                f"Images must have {len(self.mean)} channels, as the model takes them. Found {len(pixels)}."
+                f"Images must have {len(self.mean)} channels, as the model takes them. Found {len(pixels)}: take a "
+                f"model with in_chans={len(pixels)}, or images with {len(self.mean)} channels."
             )
         height, width = pixels.shape[1:] if is_tensor else (pixels.height, pixels.width)
         resize = Resize(self.resize_to(height, width), InterpolationMode(self.interpolation))
         cut = Compose([resize, CenterCrop(self.size)])
         if is_tensor:  # bicubic interpolation overshoots
             return pixels if (height, width) == self.size else cut(pixels).clamp(0, 1)
-        return ToTensor()(cut(self.convert_colours(pixels)))[: len(self.mean)]
+        made = ToTensor()(cut(self.convert_colours(pixels)))[: len(self.mean)]
+        further = len(self.mean) - len(made)
+        luma = ToTensor()(cut(pixels.convert("L"))) if further else made
+        return torch.cat([made, luma.expand(further, -1, -1)]) if further else made
 
     def convert_colours(self, pixels: Image.Image) -> Image.Image:
         """Return an image in as many colours as the input has, or in three where it has two."""
