@@ -144,7 +144,7 @@ def _audit_release(
         for name in _NEED_REFERENCE:
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise PrivlabError(f"--{name.replace('_', '-')} needs a --reference to score by. Found none.")
-    elif not reference.exists():
+    elif not reference.exists() and "#" not in reference.name:
         raise PrivlabError(f"No file at '{reference}'. --reference is the private image.")
     shared.check_together(options)
     from privlab.grids import specify

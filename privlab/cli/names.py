@@ -70,9 +70,9 @@ def _each(check: Callable[[str], object]) -> Callable[[str], object]:
 
 def _check_source(text: str) -> None:
     if not text.startswith(("samples", "torchvision:", "hf:")) and not Path(text).exists():
-        from privlab.images.sources import files  # what would read it refuses it, without torch
+        from privlab.images import archives, sources  # what would read it refuses it, without torch
 
-        files([Path(text)])
+        sources.files(archives.expand(Path(text)))
 
 
 def _check_labels(text: str) -> None:

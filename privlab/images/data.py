@@ -17,8 +17,8 @@ from privlab.base import PrivlabError
 from privlab.images.decode import LabelOrigin, NamedImage, Target, file_hash, one_line, read_image
 from privlab.images.targets import target_of
 
-IMAGE_COLUMNS = ("image", "img", "jpeg", "png", "bytes")
-LABEL_COLUMNS = ("label", "fine_label")
+IMAGE_COLUMNS = ("image", "img", "jpeg", "jpg", "png", "bytes", "pixel_values")
+LABEL_COLUMNS = ("label", "labels", "fine_label")
 """The columns in which images and labels are looked for, in this order."""
 
 
@@ -203,8 +203,8 @@ def split_item(item: Any) -> tuple[Any, Any]:  # noqa: ANN401
         PrivlabError: if no column holds an image.
     """
     if isinstance(item, Mapping):
-        image = next((item[name] for name in (*IMAGE_COLUMNS, "pixel_values") if name in item), None)
-        label = next((item[name] for name in (*LABEL_COLUMNS, "labels") if name in item), None)
+        image = next((item[name] for name in IMAGE_COLUMNS if name in item), None)
+        label = next((item[name] for name in LABEL_COLUMNS if name in item), None)
         if image is None:
             raise PrivlabError(f"an item needs a column {', '.join(IMAGE_COLUMNS)}; found {', '.join(map(str, item))}")
         return image, label

@@ -2,9 +2,12 @@
 
 import importlib
 import inspect
+import json
 import os
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from privlab.base import PrivlabError, check_file, check_name, most_unpacked, unknown_name
 from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data, Spool
 from privlab.images.decode import one_line
-from privlab.images.targets import target_of
+from privlab.images.sources import SPLITS
+from privlab.images.targets import plain_name, target_of
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -139,15 +143,41 @@ def _undecoded(value: Any, image_type: Any) -> Any:  # noqa: ANN401
         return error
 
 
-def parquet(path: Path, split: str | None = None, *, own_labels: bool = True) -> Data:
-    """Open a Parquet file that holds the bytes of one image in each row; it is read into memory.
-
-    The bytes are in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `img`, `jpeg`,
-    `png` or `bytes`; the label, if any, in `label` or, as in CIFAR-100, `fine_label`; the split in `split`.
+def parquet_folder(root: Path, files: Sequence[Path], split: str | None = None, *, own_labels: bool = True) -> Data:
+    """Open a folder of Parquet files as Hugging Face has it: `data/train-00000-of-00002.parquet`, `test/0000.parquet`.
 
     Args:
-        path: path of the file.
+        root: the folder.
+        files: paths of the files below it.
+        split: the split, which the name of a file or its folder begins with; None as `open_images` says it, or for all
+            files where none is one of a split.
+        own_labels: as `parquet` takes it.
+
+    Raises:
+        PrivlabError: if there is no such split, or as `parquet` says.
+    """
+    shards: dict[str, list[Path]] = {}
+    for path in files:
+        words = [re.split(r"[-_.]", part)[0] for part in path.relative_to(root).parts]
+        shards.setdefault(next((word for word in words if word in SPLITS), ""), []).append(path)
+    order = ("test", "validation", "val", "valid", *shards)
+    chosen = split or next(name for name in order if name in shards)
+    check_name(f"split of '{root}'", chosen, shards)
+    return parquet(root, chosen or None, shards[chosen], own_labels=own_labels)
+
+
+def parquet(
+    path: Path, split: str | None = None, shards: Sequence[Path] | None = None, *, own_labels: bool = True
+) -> Data:
+    """Open a Parquet file, or several, that hold the bytes of one image in each row; they are read into memory.
+
+    The bytes are in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`) or another of
+    `IMAGE_COLUMNS`; the label, if any, in `label` or another of `LABEL_COLUMNS`; the split in `split`.
+
+    Args:
+        path: path of the file, or the folder of several.
         split: the rows that are used; None for all.
+        shards: paths of the files of this split with the same columns; None where `path` is the only one.
         own_labels: whether the file's labels are used; if not, it does not matter what they are.
 
     Raises:
@@ -156,18 +186,22 @@ def parquet(path: Path, split: str | None = None, *, own_labels: bool = True) ->
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    size = check_file(path, "Parquet file")
+    found: list[str] = []
     try:
-        file = pq.ParquetFile(path, memory_map=True)
-        found = file.schema_arrow.names
-        wanted = [name for name in found if name in (*IMAGE_COLUMNS, *LABEL_COLUMNS, "split")]
-        table = _rows(file, wanted, size)
+        tables: list[Table] = []
+        for file in [path] if shards is None else shards:
+            size = check_file(file, "Parquet file")
+            opened = pq.ParquetFile(file, memory_map=True)
+            found = opened.schema_arrow.names
+            wanted = [name for name in found if name in (*IMAGE_COLUMNS, *LABEL_COLUMNS, "split")]
+            tables.append(_rows(opened, wanted, size))
+        table = pa.concat_tables(tables)
     except (OSError, pa.ArrowException) as error:
         raise PrivlabError(f"'{path}' cannot be read as Parquet: {one_line(error)}.") from error
     column = next((name for name in IMAGE_COLUMNS if name in found), None)
     if column is None:
         raise PrivlabError(f"'{path}' has no column {', '.join(IMAGE_COLUMNS)} with images. Found {', '.join(found)}.")
-    if split is not None:
+    if split is not None and shards is None:
         splits = table["split"].to_pylist() if "split" in found else []
         if split not in splits:
             there = ", ".join(map(str, sorted(set(splits)))) or "no column split"
@@ -190,7 +224,11 @@ def parquet(path: Path, split: str | None = None, *, own_labels: bool = True) ->
     prefix = f"{path.name}/{split}/" if split else f"{path.name}/"
     description = f"{len(images)} images of {prefix[:-1]}"
     items = [(content or b"", target) for content, target in zip(images.to_pylist(), targets, strict=True)]
-    return Data(description, items, prefix, range(len(items)), container=path, turns=targets)
+    class_names = None
+    with suppress(KeyError, TypeError, ValueError):  # as Hugging Face writes them, where they are
+        features = json.loads((table.schema.metadata or {})[b"huggingface"])["info"]["features"]
+        class_names = tuple(map(str, features[label_column]["names"]))
+    return Data(description, items, prefix, range(len(items)), class_names, container=path, turns=targets)
 
 
 def _rows(file: "ParquetFile", columns: Sequence[str], size: int) -> "Table":
@@ -228,13 +266,27 @@ def _rows(file: "ParquetFile", columns: Sequence[str], size: int) -> "Table":
         if held > most_unpacked(size):
             raise pa.ArrowInvalid(f"its {size} bytes stand for more than {most_unpacked(size)}")
         batches.append(batch)
-    schema = pa.schema([field for field in file.schema_arrow if field.name in columns])
+    schema = pa.schema([field for field in file.schema_arrow if field.name in columns], file.schema_arrow.metadata)
     return pa.Table.from_batches(batches, schema)
 
 
 @cache
 def imagenet_classes() -> dict[str, int]:
-    """Return ImageNet's class indices by WordNet id, cached: timm reads its files again for each table."""
-    from timm.data import ImageNetInfo  # this imports torch, which those who only read folders need not wait for
+    """Return ImageNet's class indices by WordNet id, and by the names of one class alone, as `plain_name` writes them.
 
-    return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
+    They are cached, since timm reads its files again for each table. torchvision's names come first: by them the crane
+    that is a bird differs from the machine.
+    """
+    from timm.data import ImageNetInfo  # this imports torch, which those who only read folders need not wait for
+    from torchvision.models import ViT_B_16_Weights
+
+    facts = ImageNetInfo()
+    indices = {wnid: i for i, wnid in enumerate(facts.label_names())}
+    of_torchvision = list(enumerate(ViT_B_16_Weights.IMAGENET1K_V1.meta["categories"]))
+    of_timm = [(i, name) for i in range(len(indices)) for name in facts.index_to_description(i).split(",")]
+    for named in (of_torchvision, of_timm):
+        classes: dict[str, set[int]] = {}
+        for i, name in named:
+            classes.setdefault(plain_name(name), set()).add(i)
+        indices = {name: min(found) for name, found in classes.items() if len(found) == 1} | indices
+    return dict(sorted(indices.items(), key=lambda item: not re.fullmatch(r"n\d{8}", item[0])))

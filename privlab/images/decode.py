@@ -37,6 +37,8 @@ MAX_PIXELS = 100_000_000
 PIXEL_LIMIT = f"at most {MAX_PIXELS // 10**6} million pixels are decoded."
 MAX_ASPECT = 100  # the shorter side is resized to the model's input, so a long strip would fill the memory
 MIN_SIDE = 8
+MAX_CHANNELS = 8
+"""An axis of an array with at most so many entries is one of channels."""
 _DARK = 2**14
 """An image of 16 bits whose levels are all below this is taken for one of fewer bits, and there is a warning."""
 _BITS_PER_SAMPLE = 258
@@ -88,6 +90,14 @@ class NamedImage:
         return any(isinstance(share, float) for share in self.targets or ())
 
 
+@dataclass(frozen=True)
+class Slice:
+    """One of the images of a file that holds several: a page, a frame, a slice of a volume."""
+
+    path: Path
+    index: int
+
+
 def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = None) -> NamedImage:  # noqa: ANN401
     """Read one image; `problem` says what keeps it from being one, and nothing is raised.
 
@@ -95,8 +105,9 @@ def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = 
     and the EXIF orientation of a file is applied. Colour profiles are not.
 
     Args:
-        source: path of a file, or its bytes, which `MAX_BYTES`, `MIN_SIDE`, `MAX_PIXELS` and `MAX_ASPECT` limit; one of
-            Pillow's images; c × h × w values in [0, 1] or bytes; an image that was read; None or an error for no image.
+        source: path of a file, or its bytes, which `MAX_BYTES`, `MIN_SIDE`, `MAX_PIXELS` and `MAX_ASPECT` limit; a
+            `Slice` of a file; one of Pillow's images; c × h × w values in [0, 1] or bytes; an image that was read; None
+            or an error for no image.
         name: name of the image in records; None for the path with slashes.
         bit_depth: number of bits, 1 to 16, that the levels of a file of 16 bits use, such as 12 for most medical
             images: the level 2^bit_depth − 1 is white. None for all 16. Files of 8 bits are read as they are.
@@ -111,14 +122,23 @@ def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = 
     digest, levels = "", None
     try:
         if isinstance(source, str | Path):
-            source = _file_bytes(Path(source))
+            source = file_bytes(Path(source))
         if isinstance(source, bytes):
             digest = hashlib.sha256(source).hexdigest()
             pixels, levels = _decode(source, bit_depth)
+        elif isinstance(source, Slice) and _is_tiff(source.path):
+            pixels, levels = _decode(file_bytes(source.path), bit_depth, source.index)
+            digest = _pixel_hash(pixels)
+        elif isinstance(source, Slice):
+            from privlab.images.medical import slice_of
+
+            with _QUIET:
+                found = slice_of(source.path, source.index)
+            return read_image(found, name=name, bit_depth=bit_depth)
         elif isinstance(source, Image.Image):
-            _check_size(source)
+            check_size(source.size)
             pixels, levels = _rgb(source, bit_depth)
-            digest = hashlib.sha256(f"{pixels.width}x{pixels.height}:".encode() + pixels.tobytes()).hexdigest()
+            digest = _pixel_hash(pixels)
         elif hasattr(source, "dtype") and hasattr(source, "ndim"):
             from privlab.images.given import values_of  # this imports torch, which files do not need
 
@@ -133,6 +153,33 @@ def read_image(source: Any, *, name: str | None = None, bit_depth: int | None = 
     except Exception as error:  # on a damaged file, Pillow raises nearly anything, also when pixels are first used
         return NamedImage(name, digest, None, problem=f"Truncated or damaged: {one_line(error)}.")
     return NamedImage(name, digest, pixels, levels=levels)
+
+
+def count_slices(path: Path) -> int | None:
+    """Return how many images a file holds; None for a file that is one image, or that cannot be read.
+
+    Raises:
+        Exception: if a volume is damaged.
+    """
+    if not path.is_file():
+        return None
+    if not _is_tiff(path):
+        from privlab.images import medical
+
+        with _QUIET:
+            return medical.count_slices(path)
+    with suppress(Exception), _QUIET, Image.open(path, formats=("TIFF",)) as image:
+        frames = getattr(image, "n_frames", 1)
+        return frames if frames > 1 else None
+    return None
+
+
+def _is_tiff(path: Path) -> bool:
+    return path.suffix.lower() in (".tif", ".tiff")
+
+
+def _pixel_hash(pixels: Any) -> str:  # noqa: ANN401
+    return hashlib.sha256(f"{pixels.width}x{pixels.height}:".encode() + pixels.tobytes()).hexdigest()
 
 
 def check_bit_depth(bit_depth: int | None) -> None:
@@ -182,11 +229,16 @@ def as_text(name: str) -> str:
 def file_hash(path: Path) -> str:
     """Return the hash that an image has that is read from this file; "" if the file cannot be read."""
     with suppress(PrivlabError):
-        return hashlib.sha256(_file_bytes(path)).hexdigest()
+        return hashlib.sha256(file_bytes(path)).hexdigest()
     return ""
 
 
-def _file_bytes(path: Path) -> bytes:
+def file_bytes(path: Path) -> bytes:
+    """Return the bytes of a regular file of at most `MAX_BYTES`.
+
+    Raises:
+        PrivlabError: if it is none, or cannot be opened.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
@@ -226,15 +278,35 @@ class _Quiet:
 _QUIET = _Quiet()
 
 
-def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int, int] | None]:
-    """Return the RGB pixels with 8 bits, and the range of the file's levels if these have more."""
+def _decode(
+    data: bytes, bit_depth: int | None, page: int | None = None
+) -> tuple[Image.Image | Tensor, tuple[int, int] | None]:
+    """Return the RGB pixels with 8 bits, or an array's values, and the range of the levels if these have more bits.
+
+    Args:
+        data: the bytes of a file.
+        bit_depth: as `read_image` takes it.
+        page: the page of a TIFF; None for a file of one image.
+    """
     if not data:
         raise PrivlabError("Empty file: 0 bytes.")
+    from privlab.images import medical
+
+    with _QUIET:
+        found = medical.whole_image(data)
+    if isinstance(found, Image.Image):
+        return _rgb(found, bit_depth)
+    if found is not None:
+        from privlab.images.given import values_of
+
+        return values_of(found)[0], None
     try:
         # The header's size is checked below, and a corrupt EXIF block is no reason to lose the pixels.
         with _QUIET, Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image)
-            _check_frames(image)
+            image.seek(page or 0)
+            check_size(image.size)
+            if page is None:
+                _check_frames(image)
             mode = _raw_mode(image)
             image.load()
             if image.format == "PNG":  # Pillow decodes one that lacks its last bytes without a word
@@ -242,7 +314,7 @@ def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int,
                     again.verify()
             levels = None
             if ";16" in mode and image.mode in ("RGB", "RGBA"):
-                image, levels = _from_colours(image, data, mode, bit_depth)
+                image, levels = _from_colours(image, data, mode, bit_depth, page or 0)
             with suppress(Exception):  # a corrupt EXIF block: no orientation that could be applied
                 ImageOps.exif_transpose(image, in_place=True)
             if mode == "I;12":  # a TIFF that states its depth
@@ -256,9 +328,14 @@ def _decode(data: bytes, bit_depth: int | None) -> tuple[Image.Image, tuple[int,
         raise PrivlabError(f"{found} by its header; {PIXEL_LIMIT}") from None
 
 
-def _check_size(image: Image.Image) -> None:
-    short, long = sorted(image.size)
-    size = f"{image.width}×{image.height} pixels"
+def check_size(sides: tuple[int, int]) -> None:
+    """Check the width and height of an image against `MIN_SIDE`, `MAX_PIXELS` and `MAX_ASPECT`.
+
+    Raises:
+        PrivlabError: if they are outside.
+    """
+    short, long = sorted(sides)
+    size = f"{sides[0]}×{sides[1]} pixels"
     if short < MIN_SIDE:
         raise PrivlabError(f"{size}; each side must have at least {MIN_SIDE}.")
     if short * long > MAX_PIXELS:
@@ -287,7 +364,7 @@ def _raw_mode(image: ImageFile) -> str:
 
 
 def _from_colours(
-    image: Image.Image, data: bytes, mode: str, bit_depth: int | None
+    image: Image.Image, data: bytes, mode: str, bit_depth: int | None, page: int
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Return an image of 16-bit colours with the stated depth, and the range of its levels.
 
@@ -302,6 +379,7 @@ def _from_colours(
     native = "L" if sys.byteorder == "little" else "B"
     other = {"L": "B", "B": "L"}[native if order == "N" else order]
     with Image.open(io.BytesIO(data), formats=FORMATS) as again:
+        again.seek(page)
         swapped = f"{kind};16{other}"
         again.tile = [
             tile._replace(args=(swapped, *tile.args[1:]) if isinstance(tile.args, tuple) else swapped)

@@ -15,7 +15,7 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.images.data import Data, Spool, split_item
 from privlab.images.datasets import class_names_of
-from privlab.images.decode import Target, read_image
+from privlab.images.decode import MAX_CHANNELS, Target, read_image
 from privlab.images.open import open_images
 from privlab.images.targets import checked_targets
 
@@ -121,8 +121,10 @@ def values_of(image: Tensor | np.ndarray) -> tuple[Float[Tensor, "c h w"], str]:
     shape = " × ".join(map(str, values.shape))
     if values.ndim != 3:
         raise PrivlabError(f"An image is c × h × w. Found {shape}.")
-    if values.shape[0] > 4:
-        raise PrivlabError(f"An image has its channels first, c × h × w. Found {shape}.")
+    if values.shape[0] > MAX_CHANNELS:
+        raise PrivlabError(
+            f"An image has its channels first, c × h × w with 1 to {MAX_CHANNELS} channels. Found {shape}."
+        )
     digest = hashlib.sha256(f"{tuple(values.shape)}:{values.dtype}:".encode() + values.numpy().tobytes()).hexdigest()
     if values.dtype == torch.uint8:
         return values.float() / 255, digest

@@ -14,7 +14,7 @@ import numpy as np
 from privlab.base import PrivlabError, check_range, read_bytes, sha256_of, unknown_name
 from privlab.images.data import Data
 from privlab.images.decode import LabelOrigin, NamedImage, Target, as_text, one_line
-from privlab.images.targets import target_of
+from privlab.images.targets import class_indices, target_of
 
 MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
@@ -24,6 +24,8 @@ _MOST_BYTES = 2**28
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _ORIGINS: Mapping[str, LabelOrigin] = {"folder": "folder", "file": "file", "dataset": "dataset", "none": "none"}
 _MOST_CHARACTERS = 60
+_NAME = re.compile(r"[^\W\d][^;|]*")
+"""What is read as the name of a class, and not as labels."""
 
 
 @dataclass(frozen=True)
@@ -234,21 +236,35 @@ def check_choice(limit: int | None, every: int | None, offset: int | None, manif
         check_range(type(value) is int and value >= least, name, right, value)
 
 
-def relabel(data: Data, path: Path) -> Data:
-    """Return the data with the labels of the file; an image that the file lacks has no label."""
-    table = read_labels(path)
+def relabel(data: Data, path: Path, class_to_index: Mapping[str, int] | None = None) -> Data:
+    """Return the data with the labels of the file; an image that the file lacks has no label.
+
+    Args:
+        data: the images.
+        path: path of the file, as `read_labels` takes it. The name of a volume labels all of its slices.
+        class_to_index: as `open_images` takes it, for names of classes; those of the data come first.
+    """
+    names = {name: index for index, name in enumerate(data.class_names or ())}
+    table, rule = read_labels(path, names, class_to_index or {})
     if data.names is not None:
         _check_names(table, data.names, path)
 
     def with_label(image: NamedImage) -> NamedImage:
-        return image.labelled(table.get(image.name, table.get(PurePosixPath(image.name).name)), "file")
+        return image.labelled(next((table[name] for name in _also_named(image.name) if name in table), None), "file")
 
-    return replace(data.transform(with_label), class_names=None, stated=())
+    relabelled = replace(data.transform(with_label), class_names=None, stated=())
+    return replace(relabelled, description=f"{data.description}{rule}")
+
+
+def _also_named(name: str) -> tuple[str, ...]:
+    """Return the names by which a file of labels may mean an image: a slice is also meant by its volume."""
+    whole = re.sub(r"#\d+$", "", name)
+    return name, PurePosixPath(name).name, whole, PurePosixPath(whole).name
 
 
 def _check_names(table: Mapping[str, Target], names: Sequence[str], path: Path) -> None:
-    bases = Counter(PurePosixPath(name).name for name in names)
-    known = set(names)
+    known = {*names, *(_also_named(name)[2] for name in names)}
+    bases = Counter(PurePosixPath(name).name for name in known)
     for file in table:
         if file not in known and bases[file] > 1:
             raise PrivlabError(f"{path}: '{file}' could be {bases[file]} images; give the path, as in '{names[0]}'.")
@@ -256,13 +272,20 @@ def _check_names(table: Mapping[str, Target], names: Sequence[str], path: Path) 
         raise PrivlabError(f"{path}: none of its {len(table)} files is an image of the source, as '{names[0]}' is.")
 
 
-def read_labels(path: Path) -> dict[str, Target]:
-    """Return the label of each file that a CSV file names, written as in a manifest.
+def read_labels(path: Path, *class_to_index: Mapping[str, int]) -> tuple[dict[str, Target], str]:
+    """Return the label of each file that a CSV file names, and how names of classes became labels.
+
+    Labels are written as in a manifest, or all of them are names of classes.
+
+    Args:
+        path: path of the file.
+        class_to_index: the labels of the names that are known; the first of them is used that knows all names. If none
+            does, labels are the positions in the sorted names.
 
     Raises:
         PrivlabError: if the file cannot be read, or holds something else.
     """
-    table: dict[str, Target] = {}
+    cells: dict[str, tuple[str, str]] = {}
     with _table(path, "labels") as rows:
         header = rows.fieldnames or []
         column = next((key for key in ("class_index", "label") if key in header), None)
@@ -272,10 +295,14 @@ def read_labels(path: Path) -> dict[str, Target]:
         for row in rows:
             where = f"{path}, line {rows.line_num}"
             name = PurePosixPath(row["file"] or "").as_posix()
-            if name in table:
+            if name in cells:
                 raise PrivlabError(f"{where}: the file '{name}' is listed twice; give it one label.")
-            table[name] = _target_of(row[column] or "", column, where)
-    return table
+            cells[name] = row[column] or "", where
+    texts = sorted({cell.strip() for cell, _ in cells.values()})
+    if column == "label" and texts and all(_NAME.fullmatch(text) for text in texts):
+        indices, _, rule = class_indices(texts, *class_to_index)
+        return {name: indices[cell.strip()] for name, (cell, _) in cells.items()}, f", {rule}"
+    return {name: _target_of(cell, column, where) for name, (cell, where) in cells.items()}, ""
 
 
 def _label_of(text: str, column: str, where: str) -> int:

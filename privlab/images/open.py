@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range
-from privlab.images import datasets, sources
+from privlab.images import archives, datasets, sources
 from privlab.images.data import Data
 from privlab.images.decode import check_bit_depth, warn_if_dark
 from privlab.images.manifest import check_choice, choose_images, relabel
@@ -35,8 +36,9 @@ def open_images(
 
     Args:
         source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per class), one
-            or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A folder called
-            samples is "./samples". Data that are open already are taken as they are.
+            or several files, a Parquet file with the bytes of images or a folder of them, an npz file of arrays, tar
+            files of WebDataset (such as "shard-{000..003}.tar", or their folder), "torchvision:NAME", or "hf:NAME". A
+            folder called samples is "./samples". Data that are open already are taken as they are.
         limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first image
             of each class in the order of their names, then the second of each, and so on.
         every: use every `every`-th image only, in the order in which `limit` takes them; `limit` counts what is left.
@@ -75,7 +77,7 @@ def open_images(
     if manifest is not None:
         opened = choose_images(opened, Path(manifest), check=check)
     if labels not in (None, "predicted"):
-        opened = relabel(opened, Path(labels))
+        opened = relabel(opened, Path(labels), class_to_index)
     start, step = offset or 0, every or 1
     if start:
         try:
@@ -102,13 +104,19 @@ def _open(
     if isinstance(first, str) and first.startswith("hf:"):
         return datasets.hugging_face(first.removeprefix("hf:"), split)
     if isinstance(first, str | Path) and first != "samples" and Path(first).is_dir():
-        return sources.folder(Path(first), split, class_to_index)
-    if isinstance(first, str | Path) and Path(first).suffix == ".parquet" and Path(first).is_file():
-        return datasets.parquet(Path(first), split, own_labels=own_labels)
+        return _folder(Path(first), split, class_to_index, own_labels=own_labels)
+    path = Path(first) if isinstance(first, str | Path) else Path()
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        return datasets.parquet(path, split, own_labels=own_labels)
+    if path.suffix.lower() == ".npz" and path.is_file():
+        return archives.arrays(path, split)
     if isinstance(first, Data):
         opened = first
     elif first == "samples":
         opened = sources.samples()
+    elif path.suffix.lower() == ".tar":
+        files = {tar.name: tar for tar in archives.expand(path)}
+        opened = archives.tars(files, sources.SUFFIXES, class_to_index, own_labels=own_labels)
     else:
         opened = sources.files([Path(path) for path in several if not isinstance(path, Data)])
     if split is not None:
@@ -117,13 +125,25 @@ def _open(
     return opened
 
 
+def _folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, own_labels: bool) -> Data:
+    """Open a folder of images, or of the Parquet or tar files that hold them."""
+    base = root if split is None or not (root / split).is_dir() else root / split
+    if not sources.files_below(base, sources.SUFFIXES):
+        if shards := sources.files_below(root, {".parquet"}):
+            return datasets.parquet_folder(root, shards, split, own_labels=own_labels)
+        if tars := sources.files_below(base, {".tar"}):
+            files = {path.relative_to(root).as_posix(): path for path in tars}
+            return archives.tars(files, sources.SUFFIXES, class_to_index, own_labels=own_labels)
+    return sources.folder(root, split, class_to_index)
+
+
 @dataclass(frozen=True)
 class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
     `size` is (h, w). `mean` and `std` are kept for the victim, which normalises by itself; they have one entry for each
-    channel: grey (PIL's luma), red and green, red, green and blue, or these and the luma, as a stand-in for a band that
-    photographs do not have.
+    channel: grey (PIL's luma), red and green, red, green and blue, or these and the luma, as a stand-in for each band
+    that photographs do not have.
 
     Raises:
         PrivlabError: if the size is not positive, `crop_pct` is not in (0, 1], or the interpolation is unknown.
@@ -151,14 +171,18 @@ class Preprocessing:
         is_tensor = isinstance(pixels, Tensor)
         if is_tensor and len(pixels) != len(self.mean):
             raise PrivlabError(
-                f"Images must have {len(self.mean)} channels, as the model takes them. Found {len(pixels)}."
+                f"Images must have {len(self.mean)} channels, as the model takes them. Found {len(pixels)}: take a "
+                f"model with in_chans={len(pixels)}, or images with {len(self.mean)} channels."
             )
         height, width = pixels.shape[1:] if is_tensor else (pixels.height, pixels.width)
         resize = Resize(self.resize_to(height, width), InterpolationMode(self.interpolation))
         cut = Compose([resize, CenterCrop(self.size)])
         if is_tensor:  # bicubic interpolation overshoots
             return pixels if (height, width) == self.size else cut(pixels).clamp(0, 1)
-        return ToTensor()(cut(self.convert_colours(pixels)))[: len(self.mean)]
+        made = ToTensor()(cut(self.convert_colours(pixels)))[: len(self.mean)]
+        further = len(self.mean) - len(made)
+        luma = ToTensor()(cut(pixels.convert("L"))) if further else made
+        return torch.cat([made, luma.expand(further, -1, -1)]) if further else made
 
     def convert_colours(self, pixels: Image.Image) -> Image.Image:
         """Return an image in as many colours as the input has, or in three where it has two."""

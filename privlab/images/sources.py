@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,10 +11,14 @@ from typing import NoReturn
 from PIL import Image
 
 from privlab.base import PrivlabError, first, warn
+from privlab.images import medical
 from privlab.images.data import Data
-from privlab.images.decode import NamedImage, read_image
+from privlab.images.decode import NamedImage, Slice, count_slices, read_image
+from privlab.images.targets import class_indices
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
+_STILL = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2"})
+"""The suffixes of files that are one image."""
+SUFFIXES = _STILL | {".tif", ".tiff"} | medical.SUFFIXES
 _OF_TOOLS = frozenset({"__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 SPLITS = frozenset({"train", "val", "valid", "validation", "test"})
 
@@ -80,19 +84,63 @@ def _sample(folder: Path, place: int) -> NamedImage:
 
 
 def files(paths: Sequence[Path]) -> Data:
-    """Open files, in the order given."""
+    """Open files, in the order given; of a volume, its slices, or the one that `volume.nii.gz#12` names."""
     if not paths:
         raise PrivlabError("No image given: expected a file, a folder, 'samples', 'torchvision:NAME' or 'hf:NAME'.")
     for path in paths:
         if path.is_dir():
             raise PrivlabError(f"'{path}' is a folder: give one folder alone, or several files.")
-        if not path.exists():
+        if not path.exists() and _named_slice(path) is None:
             raise PrivlabError(
                 f"No file or folder '{path}'. Give samples, a folder, files, torchvision:NAME or hf:NAME."
             )
-    names = tuple(path.as_posix() for path in paths)
-    description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
-    return Data(description, tuple(paths), names, range(len(paths)))
+    items, names, _ = _slices(paths, [path.as_posix() for path in paths])
+    description = f"file {paths[0].as_posix()}" if len(paths) == 1 else f"{len(paths)} files"
+    if len(items) > len(paths):
+        description = f"{description}: {len(items)} images"
+    return Data(description, items, names, range(len(items)))
+
+
+def _named_slice(path: Path) -> Slice | None:
+    """Return the slice that a path such as `volume.nii.gz#12` names; None where it names none."""
+    before, sign, index = path.as_posix().rpartition("#")
+    return Slice(Path(before), int(index)) if sign and index.isdecimal() and Path(before).is_file() else None
+
+
+def _slices(
+    paths: Sequence[Path], names: Sequence[str]
+) -> tuple[tuple[Path | Slice | Exception, ...], tuple[str, ...], list[int]]:
+    """Return the images of files, their names, and the position of the file of each one.
+
+    Raises:
+        PrivlabError: if a slice is named that a file lacks.
+    """
+    items: list[Path | Slice | Exception] = []
+    named: list[str] = []
+    files: list[int] = []
+    for position, (path, name) in enumerate(zip(paths, names, strict=True)):
+        chosen = None if path.exists() else _named_slice(path)
+        try:
+            file = path if chosen is None else chosen.path
+            count = None if file.suffix.lower() in _STILL else count_slices(file)
+        except Exception as error:  # a damaged volume must not end the run
+            items.append(error)
+            named.append(name)
+            files.append(position)
+            continue
+        if chosen is not None:
+            if chosen.index >= (count or 0):
+                raise PrivlabError(f"'{chosen.path}' has {count or 1} images. Found '{name}'; the first is #0.")
+            found, labels = [chosen], [name]
+        elif count is None:
+            found, labels = [path], [name]
+        else:
+            found = [Slice(path, index) for index in range(count)]
+            labels = [f"{name}#{index}" for index in range(count)]
+        items += found
+        named += labels
+        files += [position] * len(found)
+    return tuple(items), tuple(named), files
 
 
 def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, int] | None = None) -> Data:
@@ -113,38 +161,26 @@ def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, in
     base = root if split is None else root / split
     if not base.is_dir():
         raise PrivlabError(f"No folder '{base}' for split '{split}'. Found: {', '.join(_folders(root)) or 'none'}.")
-    paths = _image_files(base)
+    paths = files_below(base, SUFFIXES)
     if not paths:
         raise PrivlabError(f"No image in the folder '{base}'. Expected files with {', '.join(sorted(SUFFIXES))}.")
     tops = [path.relative_to(base).parts[0] for path in paths]
     folders = () if any(path.parent == base for path in paths) else tuple(sorted(set(tops)))
     if split is None and folders and SPLITS.issuperset(folders):
         raise PrivlabError(f"'{base}' holds splits, not classes: choose split from {', '.join(folders)}.")
-    indices, class_names, rule = _classes(folders, class_to_index)
+    indices, class_names, rule = class_indices(folders, class_to_index) if folders else ({}, None, "no labels")
     if class_names == folders and (empty := [name for name in _folders(base) if name not in folders]):
         warn(
             f"{first(empty, 3)} in '{base}' holds no image and is not counted as a class: the labels 0 to "
             f"{len(folders) - 1} are those of {first(folders, 3)}. If it is a class, give --labels.",
             3,
         )
-    names = tuple(path.relative_to(root).as_posix() for path in paths)
-    description = f"folder {base}: {len(paths)} images, {rule}"
+    items, names, files_of = _slices(paths, [path.relative_to(root).as_posix() for path in paths])
+    tops = [tops[position] for position in files_of]
+    description = f"folder {base}: {len(items)} images, {rule}"
     turns = tops if folders else ()
-    data = Data(description, tuple(paths), names, range(len(paths)), class_names, turns=turns)
+    data = Data(description, items, names, range(len(items)), class_names, turns=turns)
     return data.label([indices.get(top) for top in tops], "folder")
-
-
-def _classes(
-    folders: Sequence[str], class_to_index: Mapping[str, int] | None
-) -> tuple[Mapping[str, int], tuple[str, ...] | None, str]:
-    if not folders:
-        return {}, None, "no labels"
-    if class_to_index is None or not class_to_index.keys() >= set(folders):
-        indices = {name: index for index, name in enumerate(folders)}
-        return indices, tuple(folders), f"{len(folders)} classes labelled in the order of their folders"
-    complete = sorted(class_to_index.values()) == list(range(len(class_to_index)))
-    class_names = tuple(sorted(class_to_index, key=class_to_index.__getitem__)) if complete else None
-    return class_to_index, class_names, f"{len(folders)} classes labelled by the given indices"
 
 
 def _folders(base: Path) -> tuple[str, ...]:
@@ -156,7 +192,16 @@ def _is_of_a_tool(name: str) -> bool:
     return name.startswith(".") or name in _OF_TOOLS
 
 
-def _image_files(base: Path) -> list[Path]:
+def files_below(base: Path, suffixes: Collection[str]) -> list[Path]:
+    """Return the files below a folder whose names end so, sorted; those of systems and tools are left out.
+
+    Args:
+        base: the folder.
+        suffixes: such as ".png".
+
+    Raises:
+        PrivlabError: if a folder cannot be listed.
+    """
     found: list[Path] = []
     seen: set[Path] = set()
     for folder, folders, files in os.walk(base, onerror=_refuse_folder, followlinks=True):
@@ -167,7 +212,7 @@ def _image_files(base: Path) -> list[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not _is_of_a_tool(name))
         paths = (Path(folder, name) for name in files if not _is_of_a_tool(name))
-        found += [path for path in paths if path.suffix.lower() in SUFFIXES]
+        found += [path for path in paths if path.name.lower().endswith(tuple(suffixes))]
     return sorted(found)
 
 

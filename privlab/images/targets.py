@@ -1,8 +1,9 @@
 """Labels of images: class indices, the classes of a multi-label target, and soft labels."""
 
 import math
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +37,36 @@ def target_of(value: Any) -> Target:  # noqa: ANN401
         return tuple(sorted(classes))
     shares = all(isinstance(share, float) and share >= 0 for share in value)
     return tuple(value) if shares and abs(sum(value) - 1) <= _ROUNDING else None
+
+
+def class_indices(
+    names: Sequence[str], *class_to_index: Mapping[str, int] | None
+) -> tuple[Mapping[str, int], tuple[str, ...] | None, str]:
+    """Return the label of each name of a class, the names of all classes where they are known, and how they came.
+
+    Args:
+        names: the names, sorted.
+        class_to_index: labels of known names; the first that knows all names is used, also in other case and with
+            underscores for spaces. If there is none, the labels are the positions in `names`.
+    """
+    for table in filter(None, class_to_index):
+        known = {name: name if name in table else plain_name(name) for name in names}
+        if not table.keys() >= set(known.values()):
+            continue
+        first_names: dict[int, str] = {}
+        for name, index in table.items():
+            first_names.setdefault(index, name)
+        complete = sorted(first_names) == list(range(len(first_names)))
+        class_names = tuple(first_names[index] for index in range(len(first_names))) if complete else None
+        indices = {name: table[key] for name, key in known.items()}
+        return indices, class_names, f"{len(names)} classes labelled by the given indices"
+    indices = {name: index for index, name in enumerate(names)}
+    return indices, tuple(names), f"{len(names)} classes labelled in the order of their names"
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a class in lower case, with spaces for underscores and hyphens."""
+    return " ".join(re.split(r"[\s_-]+", name.lower().strip()))
 
 
 def class_of(value: object) -> int | None:

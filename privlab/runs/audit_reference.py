@@ -60,8 +60,11 @@ class ReferenceScorer:
         Raises:
             PrivlabError: if the file is no readable image.
         """
-        named = next(iter(open_images(reference, bit_depth=spec.data.bit_depth)))
-        if not isinstance(named.pixels, Image.Image):
+        data = open_images(reference, bit_depth=spec.data.bit_depth)
+        named = next(iter(data))
+        if data.count != 1:
+            raise PrivlabError(f"'{reference}' holds several images. --reference takes one, such as '{named.name}'.")
+        if named.pixels is None:
             raise PrivlabError(f"--reference must be one readable image. Found {named.name}: {named.problem}")
         device = base.model.mean.device
         learned, missing = learned_metrics(spec, device, [base])
@@ -154,6 +157,7 @@ def as_fed(scorer: ReferenceScorer, audited: Audited, made: Made) -> tuple[Refer
         not proven
         or len(proven[0][2]) > 1
         or not isinstance(pixels, Image.Image)
+        or len(base.preprocessing.mean) > 4
         or effects.patches != "kept"
         or effects.other
         or slots_without_gradient(seen).any()
@@ -184,6 +188,7 @@ def as_fed(scorer: ReferenceScorer, audited: Audited, made: Made) -> tuple[Refer
     )
 
 
-def _fits(pixels: Image.Image, base: Victim) -> bool:
+def _fits(pixels: Image.Image | Tensor, base: Victim) -> bool:
     """Return whether an image has the size of a victim's input: then it is what was fed, and nothing is cut off."""
-    return (pixels.height, pixels.width) == base.preprocessing.size
+    size = (pixels.height, pixels.width) if isinstance(pixels, Image.Image) else tuple(pixels.shape[1:])
+    return size == base.preprocessing.size

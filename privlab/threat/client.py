@@ -398,7 +398,7 @@ CLIENT_PRESETS: Mapping[str, Client] = MappingProxyType(
         "flowertune-vit": Client(
             optimiser="adam", lr=0.01, epochs=1, batch_size=32, images=32, trains="head", sends="weights"
         ),
-        "mediswarm": Client(optimiser="adamw", lr=1e-6, weight_decay=0.01, epochs=5, batch_size=1),
+        "mediswarm": Client(optimiser="adamw", lr=1e-6, weight_decay=0.01, epochs=5, batch_size=32, images=32),
     }
 )
 """Clients with the settings of public examples; the count of images is the user's own, here one batch.
@@ -411,6 +411,9 @@ CLIENT_PRESETS: Mapping[str, Client] = MappingProxyType(
 - `flowertune-vit`: github.com/adap/flower, examples/flowertune-vit (pyproject.toml: lr 0.01, batch 32;
   vitexample/client_app.py: Adam, one epoch, shuffled; task.py: all frozen but the head), weights of the head returned.
 - `mediswarm`: github.com/KatherLab/MediSwarm, application/jobs/ODELIA_ternary_classification: its ViT (custom/models/
-  mst.py: lr 1e-6; base_model.py: AdamW, hence torch's λ = 0.01), custom/threedcnn_ptl.py: batches of one, five epochs a
-  round, no accumulation, no clipping; config/config_fed_client.conf: the difference of weights is sent.
+  mst.py: lr 1e-6; base_model.py: AdamW, hence torch's λ = 0.01), custom/threedcnn_ptl.py: batches of one volume, five
+  epochs a round, no accumulation, no clipping; config/config_fed_client.conf: the difference of weights is sent. A
+  volume has 32 slices (custom/data/datasets/dataset_3d_odelia.py, CropOrPad), which one ViT for images sees in one step
+  (mst.py, `rearrange`): here they are a batch of 32 images with the label of the volume. There a transformer mixes what
+  the ViT makes of the slices before the head; here the loss is the mean over the slices.
 """

@@ -13,6 +13,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, full_precision, memory_ended
+from privlab.images.decode import MAX_CHANNELS
 from privlab.patches import unpatchify
 from privlab.victims.anatomy import (
     PREFIX_TOKENS,
@@ -376,6 +377,8 @@ def check_classifies(model: VictimModel) -> None:
 def _check(vit: nn.Module) -> None:
     embed: Any = vit.patch_embed
     proj = getattr(embed, "proj", None)
+    if isinstance(proj, nn.Conv3d):
+        raise PrivlabError("A victim takes images. Found a ViT for volumes (Conv3d): take a ViT for their slices.")
     plain = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and embed.grid_size is not None
     if not plain or not isinstance(proj, nn.Conv2d) or len({*proj.kernel_size, *proj.stride}) > 1:
         found = f"{type(embed).__name__} with {str(proj).splitlines()[0]}"
@@ -383,5 +386,7 @@ def _check(vit: nn.Module) -> None:
             "A victim embeds square patches that do not overlap linearly, and has an input size. "
             f"Found {found} and grid {getattr(embed, 'grid_size', None)}."
         )
-    if not 1 <= proj.in_channels <= 4:
-        raise PrivlabError(f"A victim takes images of 1 to 4 channels. Found a model with {proj.in_channels}.")
+    if not 1 <= proj.in_channels <= MAX_CHANNELS:
+        raise PrivlabError(
+            f"A victim takes images of 1 to {MAX_CHANNELS} channels. Found a model with {proj.in_channels}."
+        )

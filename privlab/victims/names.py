@@ -108,9 +108,9 @@ def normalisation_of(stated: str, channels: int | None = None) -> tuple[tuple[fl
 
 
 def of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return the mean or deviation of each of 1 to 4 channels: those of the colours, and their mean for the luma."""
+    """Return the mean or deviation of each channel: those of the colours, and their mean for luma and other bands."""
     luma = sum(values) / len(values)
-    return (luma,) if channels == 1 else (*values, luma)[:channels]
+    return (luma,) if channels == 1 else (*values, *[luma] * channels)[:channels]
 
 
 def size_error(name: str, img_size: int, patch: int) -> PrivlabError:

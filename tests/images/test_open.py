@@ -170,7 +170,7 @@ def test_class_to_index_is_used_where_it_knows_all_folders(tmp_path: Path) -> No
     assert opened({"dog": 1, "cat": 281}).class_names is None
     partial = opened({"cat": 281})
     assert labels(partial) == {"cat/a.png": (0, "folder"), "dog/a.png": (1, "folder")}
-    assert "order of their folders" in partial.description
+    assert "order of their names" in partial.description
 
 
 def test_empty_folder_is_refused(tmp_path: Path) -> None:

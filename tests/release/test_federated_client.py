@@ -154,5 +154,5 @@ def test_presets_are_what_their_sources_say() -> None:
         "flower-default": ("all", 32, 1, "weights"),
         "nvflare-default": ("all", 32, 1, "weights"),
         "flowertune-vit": ("head", 32, 1, "weights"),
-        "mediswarm": ("all", 1, 5, "difference"),
+        "mediswarm": ("all", 32, 5, "difference"),
     }

@@ -177,7 +177,7 @@ def test_the_parts_of_the_first_block_are_the_block() -> None:
         ("swinv2_tiny_window8_256", {}, "whose stages cut tokens into windows and merge them"),
         ("samvit_base_patch16_224", {"depth": 1}, "whose tokens do not go through one norm into one head"),
         ("naflexvit_base_patch16_gap", {"depth": 1}, "which has no patch embedding"),
-        ("vit_small_patch16_224", {"depth": 1, "in_chans": 5}, "images of 1 to 4 channels. Found a model with 5"),
+        ("vit_small_patch16_224", {"depth": 1, "in_chans": 9}, "images of 1 to 8 channels. Found a model with 9"),
         ("vit_small_patch16_rope_224", {"depth": 1, "patch_drop_rate": 0.5}, "drops patches under a rotary embedding"),
     ],
 )
