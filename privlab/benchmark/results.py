@@ -74,8 +74,9 @@ class Result:
 
     @property
     def signer(self) -> str | None:
-        """Return the public key of the signature, in hex; None where only the hash says that nothing was edited."""
-        return self.data["signature"].get("public_key")
+        """Return the public key of the signature, which was checked, in hex; None where there is none."""
+        signature = self.data["signature"]
+        return signature.get("public_key") if "ed25519" in signature else None
 
 
 def to_rows(records: pd.DataFrame) -> dict[str, Any]:
