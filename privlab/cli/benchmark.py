@@ -150,7 +150,16 @@ def submit(
             click.echo(f"worst case by photograph: {score['mean']:.2f}{unit}, case '{each['leakiest']}', by {by}")
     for each in failed:
         click.echo(f"unreliable: admission, {each['name']}: {each['text']}")
+    _say_confinement(result.data["plugin"])
     click.echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")
+
+
+def _say_confinement(plugin: str | bool | None) -> None:
+    """Say in one line how a plug-in was confined, if there is one."""
+    from privlab.testing.plugin_process import confinement
+
+    if plugin:
+        err.print(f"The plug-in ran in a process of its own, {confinement()}.", highlight=False)
 
 
 @benchmark.command()
@@ -177,6 +186,7 @@ def verify(result: Path, images: str | None, seed: int | None, public: str | Non
         f"{found.measured} were measured again, one draw of each case, by seed {found.seed}. Worst cases differ by "
         f"{found.apart:g} at most (tolerance {found.tolerance:g})."
     )
+    _say_confinement(found.plugin)
     signed = f" The signature of {found.signer[:16]}… is right." if found.signer else ""
     print_either(as_json, asdict(found), text + signed)
 

@@ -71,9 +71,8 @@ def test_the_template_of_an_attack_enters_and_is_verified(mine: Path, cli: Calla
     [
         (
             [
-                ("step: float = 1e-2", "step: float = 1e-2\n    calls: ClassVar[list[int]] = []"),
-                ("steps = {", "self.calls.append(1)\n        steps = {"),
-                ("self.step * values", "(self.step + len(self.calls) / 100) * values"),
+                ("from torch import Generator", "import torch\nfrom torch import Generator"),
+                ("self.step * values", "(self.step + torch.rand(1) / 100) * values"),
             ],
             "is not admitted: check same-draw",
         ),
