@@ -92,8 +92,7 @@ class Check:
 class Claims:
     """A defense, a victim in float64, clients of one image each, and a last image that may take the second one's place.
 
-    A plug-in in a process of its own gets real numbers as `as_exchanged` gives them; what is expected of it follows from
-    these.
+    A plug-in in a process of its own gets real numbers as `as_exchanged` gives them.
     """
 
     defense: AnyDefense
