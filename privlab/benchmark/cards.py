@@ -1,5 +1,6 @@
 """Cards: what an entry says of itself, in TOML, whether that is so, and templates to begin with."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
@@ -126,6 +127,24 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 """The keys that must be stated, by the kind of the card, or in one of its tables."""
 
 
+_FILE_NAME = re.compile(r"[a-z0-9][a-z0-9+-]{0,63}")
+"""What a name may be that becomes a part of a path; "+" joins the names of stacked defenses."""
+
+
+def file_name(name: str) -> str:
+    """Return a name that becomes a part of a path, which may be nothing but a name.
+
+    Raises:
+        PrivlabError: if it holds another character, or is longer than 64 of them.
+    """
+    if _FILE_NAME.fullmatch(name) is None:
+        raise PrivlabError(
+            f"A name must have 1 to 64 of the characters a to z, 0 to 9, - and +, and begin with a letter or digit. "
+            f"Found {name[:60]!r}."
+        )
+    return name
+
+
 def read_card(path: Path) -> Card:
     """Read and check a card; nothing is loaded or run.
 
@@ -146,6 +165,8 @@ def parse_card(text: str, path: Path) -> Card:
             file.check(given[table], table)
             _check_stated(file, table, given[table], _NEEDED[table])
     track, kind = given["track"], given["kind"]
+    with file.at("", 0, "name"):
+        file_name(given["name"])
     for name, known in (("track", TRACKS), ("kind", TEMPLATES)):
         with file.at("", 0, name):
             check_name(name, given[name], known)

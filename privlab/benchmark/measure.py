@@ -191,31 +191,43 @@ class Measurement:
             raise PrivlabError(f"No attack of the track '{of.name}' can run: {next(iter(refused.values()))}")
         return [attack for attack in asked if _name(attack) in found]
 
-    def records(self) -> pd.DataFrame:
-        """Return the records of the defense on all cases of its track, undefended ones beside them.
+    def cases(self) -> list[tuple[TrackCase, str]]:
+        """Return the cases of the track and the settings in which the defense is measured, undefended ones first.
 
         A case where none of the attacks that are given can run is left out, such as the undefended one for an attack on
         the key of a defense that has no counterpart.
 
         Raises:
-            PrivlabError: if the photographs, the weights or the attacks do not fit, or if no attack runs under the
-                defense.
+            PrivlabError: if the weights or the attacks do not fit, or if no attack runs under the defense.
         """
-        found: list[pd.DataFrame] = []
+        found: list[tuple[TrackCase, str]] = []
         refused: PrivlabError | None = None
         for case in self.card.of.cases:
             for setting in self.settings:
                 try:
-                    spec = self._with_draws(case, setting)
+                    self.attacks_on(case, setting)
                 except PrivlabError as error:
                     if self.attacks is None:
                         raise
                     refused = error
                     continue
-                found += [self._run(case, spec, part) for part in self.how.parts]
-        if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
+                found.append((case, setting))
+        if refused is not None and not any(setting == "c" for _, setting in found):
             raise refused
-        return _scored(pd.concat(found, ignore_index=True), self.card.of)
+        return found
+
+    def records(self) -> pd.DataFrame:
+        """Return the records of the defense in all its `cases`, whose errors this passes on.
+
+        Raises:
+            PrivlabError: if the photographs do not fit.
+        """
+        measured = [
+            self._run(case, self._with_draws(case, setting), part)
+            for case, setting in self.cases()
+            for part in self.how.parts
+        ]
+        return _scored(pd.concat(measured, ignore_index=True), self.card.of)
 
     def run_with_pictures(self, row: Mapping[str, Any]) -> Path:
         """Return the run directory whose strips show what one attack made of the bundled photographs in one draw.
@@ -233,18 +245,23 @@ class Measurement:
         (name,) = (name for name, (_, counted) in _runs(spec, BUNDLED).items() if row["image_sha256"] in counted)
         return self._directory(spec, name)
 
-    def again(self, case: TrackCase, setting: str, draw: int, wanted: Sequence[str]) -> pd.DataFrame:
-        """Return the records of one draw and a few bundled photographs, as one release had them; all attacks given run.
+    def again(self, case: TrackCase, setting: str, draw: int) -> pd.DataFrame:
+        """Return the records of one draw and all photographs, with the controls, which a result has of draw 0 alone.
 
         Args:
-            case: the case of the track.
+            case: the case of the track, one of `cases`.
             setting: "a" or "c".
             draw: the number of the draw, from 0.
-            wanted: the hashes of the photographs.
         """
-        used = self.attacks_on(case, setting) if self.attacks is None else self.attacks
-        spec = replace(self.specification(case, setting, used), draw=draw)
-        return _scored(self._run(case, spec, BUNDLED, wanted), self.card.of)
+        attacks = {draw: self.attacks_on(case, setting)}
+        if draw:  # the controls do not depend on the attack: one of the track's is enough for those of draw 0
+            attacks[0] = replace(self, attacks=None).attacks_on(case, setting)[:1]
+        found: list[pd.DataFrame] = []
+        for number, used in attacks.items():
+            spec = replace(self.specification(case, setting, used), draw=number)
+            rows = pd.concat([self._run(case, spec, part) for part in self.how.parts], ignore_index=True)
+            found.append(rows if number == draw else rows.loc[rows.attack.str.startswith(CONTROL)])
+        return _scored(pd.concat(found, ignore_index=True), self.card.of)
 
     def _with_draws(self, case: TrackCase, setting: str) -> Case:
         spec = self.specification(case, setting, self.attacks_on(case, setting))
@@ -256,10 +273,10 @@ class Measurement:
         text = json.dumps([spec.stated(), name], sort_keys=True, default=str)
         return self.out.absolute() / hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _run(self, case: TrackCase, spec: Case, part: str, wanted: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the records of a part, or of some of its photographs, with the case and what its clients are."""
+    def _run(self, case: TrackCase, spec: Case, part: str) -> pd.DataFrame:
+        """Return the records of a part of the photographs, with the case and what its clients are."""
         names, found, (setting,) = photographs(part), [], spec.settings
-        for name, (attacked, counted) in _runs(spec, part, wanted).items():
+        for name, (attacked, counted) in _runs(spec, part).items():
             whole = replace(spec, data=replace(spec.data, images=self.how.chosen(part, attacked)))
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary, "run") if self.out is None else self._directory(spec, name)
@@ -275,14 +292,14 @@ def _name(attack: Any) -> str:  # noqa: ANN401
     return getattr(attack, "name", attack)
 
 
-def _runs(spec: Case, part: str, wanted: Sequence[str] | None = None) -> dict[str, tuple[list[str], list[str]]]:
+def _runs(spec: Case, part: str) -> dict[str, tuple[list[str], list[str]]]:
     """Return the photographs of each run of a part, and those whose rows count, by the name of the run.
 
     There is one run, or two under secure aggregation, where K clients of one image each make a release. Photographs
     that K does not divide are released with the ones before them, so that no release is of fewer clients. The rows of
     these count where they were first.
     """
-    hashes = list(photographs(part)) if wanted is None else list(wanted)
+    hashes = list(photographs(part))
     K = 1 if spec.client is None else spec.client.clients
     if not (left := len(hashes) % K):
         return {part: (hashes, hashes)}

@@ -1,5 +1,7 @@
 """The page of the benchmark: tables, trade-offs, pictures and feeds, from result files alone."""
 
+import base64
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -10,7 +12,7 @@ import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
 from privlab.base import first, write_whole
-from privlab.benchmark.cards import UNDEFENDED, Card
+from privlab.benchmark.cards import UNDEFENDED, Card, file_name
 from privlab.benchmark.results import Result
 from privlab.benchmark.rule import FEW, LEVEL, Judged, highest, shown_images, standings
 from privlab.benchmark.standing import Standing
@@ -28,6 +30,9 @@ SCHEMA_VERSION = "0.3.0"
 _APART = 0.05
 """How far, in dB, the score of a picture may be from that of its row: the run of a picture has batches of its own."""
 
+_PNG = "data:image/png;base64,"
+"""How a picture of a result must begin: the page loads nothing."""
+
 _LEFT, _WIDTH, _TOP, _HEIGHT = 48, 300, 15, 195
 """Where the trade-off is drawn, in units of its picture; names of entries stand to the right of their points."""
 
@@ -43,7 +48,10 @@ def write_site(results: Iterable[Result], out: Path) -> list[Path]:
         PrivlabError: if a file cannot be written.
     """
     found = site_files(results)
-    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>privlab benchmark</title><body>'
+    style, script = (_hash_of(found["table.html"], tag) for tag in ("style", "script"))
+    policy = f"default-src 'none'; img-src data:; style-src {style}; script-src {script}; base-uri 'none'; form-action"
+    meta = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy} \'none\'">'
+    head = f'<!doctype html><html lang="en">{meta}<title>privlab benchmark</title><body>'
     page = f"{head}<h1>privlab benchmark</h1>{found.pop('table.html')}</body></html>\n"
     written = []
     for name, text in {"index.html": page, **found}.items():
@@ -61,8 +69,17 @@ def site_files(results: Iterable[Result]) -> dict[str, str]:
     """
     rows = standings(results)
     feed = {"version": VERSION, "entries": [row.as_json() for row in rows]}
-    records = {f"every_eval_ever/{row.track}-{row.name}.json": _json(evaluation_record(row)) for row in rows}
+    records = {
+        f"every_eval_ever/{file_name(row.track)}-{file_name(row.name)}.json": _json(evaluation_record(row))
+        for row in rows
+    }
     return {"table.html": fragment(rows), "feed.json": _json(feed), **records}
+
+
+def _hash_of(page: str, tag: str) -> str:
+    """Return the hash of the one element of a page with this tag, by which its content security policy allows it."""
+    text = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(data: object) -> str:
@@ -238,7 +255,8 @@ def pictures_of(row: Standing) -> list[dict[str, Any]]:
     for result in _results(row):
         theirs = result.data.get("pictures", {})
         theirs = theirs.get(row.name, {}) if result.card.kind == "attack" else theirs
-        kept += [{"what": what, **each} for what, each in theirs.items()]
+        shown = [{**each, "what": what} for what, each in theirs.items()]
+        kept += [each for each in shown if all(str(each[name]).startswith(_PNG) for name in ("private", "made"))]
     if not kept:
         return []
     records = pd.concat([result.rows_on(row.name) for result in _results(row)], ignore_index=True)

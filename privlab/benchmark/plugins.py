@@ -8,16 +8,23 @@ from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
-from privlab.base import PrivlabError, first, foreign_error, read_text
+from privlab.base import PrivlabError, first, read_text
 from privlab.base.plugins import installed_plugins
 from privlab.benchmark.cards import Card
-from privlab.testing.confinement import REFUSED, confined
+from privlab.testing.plugin_child import MODULE
+from privlab.testing.plugin_process import StandIn
 
-MODULE = "privlab_benchmark_entry"
-"""The name under which the module of an entry is imported."""
+_SOURCE = "source.txt"
+"""The file with the source of a plug-in, beside the module that stands in for it."""
 
-_FOOTER = "from privlab.testing.confinement import confine as _confine\n\n_confine(__name__)\n"
-"""What is added to the source of a plug-in, so that other processes that import it confine it too."""
+_MODULE_TEXT = f"""from pathlib import Path
+
+from privlab.testing.plugin_process import Plugin
+
+plugin = Plugin(Path(__file__).with_name("{_SOURCE}").read_text("utf-8"))
+globals().update(plugin.stand_ins())
+"""
+"""What is imported in place of a plug-in, here and in other processes: each starts a process of its own for it."""
 
 ALLOWED = frozenset(
     {
@@ -46,8 +53,8 @@ REFUSED_PARTS = frozenset(
 def check_source(text: str, where: str) -> None:
     """Check that a source imports and names nothing that reads the clock, the network, files or other processes.
 
-    This reads the text; it is no sandbox. While an entry runs, `privlab.testing.confinement` watches it. Admission,
-    which runs the entry twice, sees what changes by itself. `where` names the source in errors.
+    This is a lint, which says early what an entry need not do: it is no sandbox. An entry runs in a process of its own
+    (`privlab.testing.plugin_process`). `where` names the source in errors.
     """
     try:
         tree = ast.parse(text)
@@ -92,16 +99,17 @@ def source_of_plugin(card: Card) -> str | None:
 
 @contextmanager
 def installed(card: Card, source: str | None) -> Iterator[None]:
-    """Install the class that a card uses, as an entry point of a package would, and remove it afterwards.
+    """Install a class that stands in for the one that a card uses, as an entry point would, and remove it afterwards.
 
-    Its source is that of a plug-in; with None nothing is installed.
+    The source is that of a plug-in, which runs in a process of its own; with None nothing is installed.
     """
     if source is None:
         yield
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / f"{MODULE}.py").write_text(f"{source}\n{_FOOTER}", "utf-8")
+        (path / f"{MODULE}.py").write_text(_MODULE_TEXT, "utf-8")
+        (path / _SOURCE).write_text(source, "utf-8")
         sys.path.insert(0, folder)
         invalidate_caches()
         try:
@@ -114,7 +122,8 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
             yield
         finally:
             sys.path.remove(folder)
-            sys.modules.pop(MODULE, None)
+            if (module := sys.modules.pop(MODULE, None)) is not None:
+                module.plugin.close()
             invalidate_caches()
             installed_plugins.cache_clear()
 
@@ -122,15 +131,10 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
 def _class_name(card: Card) -> str:
     """Return the name of the plug-in's class whose attribute `name` is the one that the card uses."""
     try:
-        with confined(MODULE, "its import"):
-            module = import_module(MODULE)
-    except Exception as error:
-        if str(error).endswith(REFUSED):
-            raise
-        raise PrivlabError(
-            f"The plug-in of '{card.name}' cannot be imported: {foreign_error(error, MODULE)}."
-        ) from None
-    classes = {key: each for key, each in vars(module).items() if isinstance(each, type)}
+        module = import_module(MODULE)
+    except PrivlabError as error:
+        raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {error}") from None
+    classes = {key: each for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, StandIn)}
     kinds = {each.name: key for key, each in classes.items() if isinstance(getattr(each, "name", None), str)}
     if card.parts[0] not in kinds:
         raise PrivlabError(

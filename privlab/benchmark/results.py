@@ -35,6 +35,24 @@ _INFINITE = ("inf", "-inf")
 _COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
 """How JSON is written."""
 
+MOST_ROWS = 1_000_000
+"""The most rows of a result that are read; the largest of the package has 10,432."""
+
+MOST_COLUMNS = 100
+"""The most columns of a result that are read."""
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("track", "versions", "judged", "rows", "signature", "pictures"), dict),
+    **dict.fromkeys(("photographs", "admission"), list),
+    "card": str,
+    "plugin": (str, type(None)),
+    "public_sha256": (str, type(None)),
+    "draws": int,
+    "utility": (int, float, type(None)),
+    "seconds": (int, float),
+}
+"""The types of the fields of a result."""
+
 _NEEDED = (
     *("format", "track", "created", "card", "plugin", "versions", "photographs", "admission", "judged"),
     *("rows", "signature"),
@@ -74,8 +92,9 @@ class Result:
 
     @property
     def signer(self) -> str | None:
-        """Return the public key of the signature, in hex; None where only the hash says that nothing was edited."""
-        return self.data["signature"].get("public_key")
+        """Return the public key of the signature, which was checked, in hex; None where there is none."""
+        signature = self.data["signature"]
+        return signature.get("public_key") if "ed25519" in signature else None
 
 
 def to_rows(records: pd.DataFrame) -> dict[str, Any]:
@@ -105,6 +124,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401
 
 def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
     """Return the records that `to_rows` wrote."""
+    _check_rows(given)
     found: dict[str, pd.Series] = {}
     for name, column in given["columns"].items():
         values = column.get("each", [])
@@ -120,6 +140,39 @@ def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
             texts = pd.Series(values)
             found[name] = texts.astype(object).where(texts.notna(), None)
     return pd.DataFrame(found)
+
+
+def _check_rows(given: Any) -> None:  # noqa: ANN401
+    """Raise PrivlabError if rows do not have the form that `to_rows` writes, before memory is taken for them."""
+    if not isinstance(given, dict) or not isinstance(given.get("columns"), dict):
+        raise PrivlabError("The rows of a result must be a table with count and columns.")
+    count = given.get("count")
+    if type(count) is not int or not 0 <= count <= MOST_ROWS:
+        raise PrivlabError(f"The rows of a result must have a count from 0 to {MOST_ROWS:,}. Found {str(count)[:40]}.")
+    if len(given["columns"]) > MOST_COLUMNS:
+        raise PrivlabError(f"A result has at most {MOST_COLUMNS} columns. Found {len(given['columns'])}.")
+    for name, column in given["columns"].items():
+        if not _is_column(column):
+            raise PrivlabError(f"The column {name[:60]} of a result is not all, each, or of with codes.")
+
+
+def _is_column(column: Any) -> bool:  # noqa: ANN401
+    if not isinstance(column, dict):
+        return False
+    if column.keys() == {"all"}:
+        return _is_plain(column["all"])
+    if column.keys() == {"each"}:
+        return isinstance(column["each"], list) and all(
+            value is None or value in _INFINITE or (isinstance(value, int | float)) for value in column["each"]
+        )
+    if column.keys() != {"of", "codes"} or not all(isinstance(values, list) for values in column.values()):
+        return False
+    kinds = range(len(column["of"]))
+    return all(map(_is_plain, column["of"])) and all(type(code) is int and code in kinds for code in column["codes"])
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
 
 
 def canonical(data: Mapping[str, Any]) -> bytes:
@@ -188,6 +241,10 @@ def _check_result(data: Mapping[str, Any], path: Path) -> None:
     """Check the form, the version, the track and the signature of the contents of a file."""
     if lacking := [name for name in _NEEDED if name not in data]:
         raise PrivlabError(f"{path} lacks {lacking[0]}: a result file has {', '.join(_NEEDED)}.")
+    for field, types in _TYPES.items():
+        if field in data and not isinstance(data[field], types):
+            raise PrivlabError(f"{path}: {field} has the wrong type. Found {type(data[field]).__name__}.")
+    _check_rows(data["rows"])
     name, version, sha256 = (data["track"].get(key) for key in ("name", "version", "sha256"))
     if data["format"] != FORMAT or version != VERSION or name not in TRACKS:
         raise PrivlabError(

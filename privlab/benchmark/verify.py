@@ -1,24 +1,25 @@
-"""Verification: the signature of a result, its versions, and a part of it that is measured again."""
+"""Verification: a result's signature and versions, what its rows give, and a draw of them that is measured again."""
 
 import math
 import random
+import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
-from privlab.base import PrivlabError, check_range, collect_warnings
+from privlab.base import PrivlabError, collect_warnings
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, defense_entries, read_result
 from privlab.benchmark.rule import check_concluded, conclude
 from privlab.benchmark.submit import checks_of, worth_of
-from privlab.benchmark.tracks import BUNDLED, TrackCase, photographs
+from privlab.benchmark.tracks import BUNDLED
 from privlab.benchmark.weights import measure_keys
 from privlab.evaluation import CONTROL
 from privlab.report.tables import sign_of
-from privlab.threat import attack_declarations
 
 _COMPARED_DB = 60.0
 """PSNR in dB above which two scores count as the same: they measure rounding, which differs between machines."""
@@ -26,65 +27,91 @@ _COMPARED_DB = 60.0
 _APART = 0.02
 """How far what a release is worth may be from the first time: rounding may turn the class of a photograph or so."""
 
-_KEY = ["case", "attack", "geometry", "image_sha256", "draw"]
+_AGREE = 0.9
+"""The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
+
+_PLACE = ["case", "attack", "geometry", "image_sha256"]
+"""What a row is of, besides the draw."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was measured again: how many scores, how far their mean worst case is apart, of which images and draw."""
+    """What was measured again of a result.
+
+    `rows` is the number of its rows, `measured` how many of these were measured again, `confirmed` how many of those
+    agree within `tolerance`, one by one, and `share` the share of all rows that is confirmed. `apart` is the largest
+    difference of a mean worst case, over the cases. `draws` names the draw of each case, which follows from `seed`;
+    `photographs` are the parts. `signer` is the key whose signature was checked; None where there is none.
+    `plugin` says whether code of the file was run.
+    """
 
     name: str
     track: str
-    scores: int
+    rows: int
+    measured: int
+    confirmed: int
+    share: float
     apart: float
     tolerance: float
-    images: tuple[str, ...]
-    draw: int
+    photographs: tuple[str, ...]
+    seed: int
+    draws: dict[str, int]
     signer: str | None
+    plugin: bool
 
 
-def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | None = None) -> Verified:
-    """Check a result file, conclude from its rows again, measure some of its bundled photographs again, and compare.
+def verify(
+    path: Path, *, seed: int | None = None, folder: str | None = None, weights: str = "auto", public: str | None = None
+) -> Verified:
+    """Check a result file, conclude from its rows again, measure a draw of each case again, and compare.
 
     What the file concludes (`judged`, the checks of admission, what the release is worth, the draws) is derived again:
-    a file whose conclusions were edited fails, whatever its hash says.
-
-    The case, the draw and the photographs are drawn by the result's own hash, which nobody chooses without changing
-    the result.
+    a file whose conclusions were edited fails, whatever its hash says. Nothing in the file decides which draw is
+    measured again.
 
     Args:
         path: the result file.
-        images: how many photographs are measured again, in whole batches where several are released together.
+        seed: chooses the draw of each case and seeds admission; None, as it should be, for a random one.
+        folder: the photographs that are not bundled: all parts that the result has are then measured; None for the
+            bundled ones alone.
         weights: the file of a victim that is not in the package.
         public: the folder of the adversary's own photographs, where the result was submitted with one.
 
     Raises:
         PrivlabError: if the file was edited or does not fit this package, if its rows do not give what it concludes, if
-            the adversary had other photographs, or if a score is another one.
+            the adversary had other photographs, if rows are missing, or if scores are others.
     """
-    check_range(images >= 1, "images", "a positive number", images)
+    seed = secrets.randbits(32) if seed is None else seed
     result = read_result(path)
     card, source = result.card, result.data["plugin"]
     if source is not None:
         check_source(source, f"{path}, its plug-in")
-    how = Photographs(weights=weights, public=public)
+    parts = (BUNDLED,) if folder is None else tuple(result.data["photographs"])
+    how = Photographs(parts, folder, weights, public)
+    chance = random.Random(seed)
     with installed(card, source), collect_warnings([]):
         check_concluded(result, conclude(card, result.rows))
-        _check_stated(result, card, how)
+        admission_last = (
+            source is not None and chance.random() < 0.5
+        )  # so that when a plug-in is called says nothing of what for
+        if not admission_last:
+            _check_stated(result, card, how, chance)
         if card.track == "weights":
-            return _compared(result, measure_keys(card).assign(draw=0), result.rows.assign(draw=0), card)
+            return _compared(result, measure_keys(card), card, parts, seed)
         if card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
-            raise PrivlabError(f"{path}: {what} cannot be measured again. The signature and the versions are right.")
+            raise PrivlabError(f"{path}: {what} cannot be measured again. The hash and the versions are right.")
         _check_public(result, how)
-        again = _measured_again(result, card, images, how)
-    return _compared(result, again, result.rows, card)
+        again = pd.concat(_measured_again(result, card, how, chance), ignore_index=True)
+        if admission_last:
+            _check_stated(result, card, how, chance)
+    return _compared(result, again, card, parts, seed)
 
 
-def _check_stated(result: Result, card: Card, how: Photographs) -> None:
+def _check_stated(result: Result, card: Card, how: Photographs, chance: random.Random) -> None:
     """Raise PrivlabError if the checks of admission, the worth or the draws of an entry are not those of its file."""
     said = {each["name"] for each in result.data["admission"] if not each["passed"]}
-    failed = {each.name for each in checks_of(card, how.weights) if not each.passed}
+    failed = {each.name for each in checks_of(card, how.weights, chance) if not each.passed}
     if said != failed:
         stated, found = (", ".join(sorted(each)) or "none" for each in (said, failed))
         raise PrivlabError(f"{result.path}: the checks of admission that fail are {found}, but the file says {stated}.")
@@ -105,59 +132,102 @@ def _check_public(result: Result, how: Photographs) -> None:
         )
 
 
-def _measured_again(result: Result, card: Card, images: int, how: Photographs) -> pd.DataFrame:
-    chance = random.Random(result.data["signature"]["sha256"])
-    if card.kind == "attack":
-        target = chance.choice(defense_entries(card.track, sorted(result.data["judged"])))
-        rows = _drawn(chance, Measurement(target, how, attacks=instances(card)), images, result)
-        return rows.assign(entry=target.name)
-    return _drawn(chance, Measurement(card, how), images, result)
+def _measured_again(result: Result, card: Card, how: Photographs, chance: random.Random) -> Iterator[pd.DataFrame]:
+    """Yield the records of a draw of each case: of the entry, or of each defense that an attack was run on."""
+    if card.kind == "defense":
+        yield from _drawn(result, Measurement(card, how), result.rows, chance)
+        return
+    for target in defense_entries(card.track, sorted(result.data["judged"])):
+        own = Measurement(target, how, attacks=instances(card))
+        for rows in _drawn(result, own, result.rows_on(target.name), chance):
+            yield rows.assign(entry=target.name)
 
 
-def _drawn(chance: random.Random, own: Measurement, images: int, result: Result) -> pd.DataFrame:
-    """Return the records of a case, a draw and whole releases of photographs that are drawn."""
-    card, measured, setting = own.card, {*result.rows.case}, own.settings[-1]
-    case: TrackCase = chance.choice([each for each in card.of.cases if case_label(each, setting) in measured])
-    draw = chance.randrange(int(result.data.get("draws", 1)))
-    hashes = list(photographs(BUNDLED))
-    one_key = any(attack_declarations(attack).one_key for attack in own.attacks or ())
-    size = len(hashes) if one_key else max(card.of.client_batch, card.clients)
-    whole = len(hashes) - len(hashes) % card.clients  # those left over are released with photographs of other releases
-    batches = [hashes[i : i + size] for i in range(0, whole, size)]
-    wanted = [sha for batch in chance.sample(batches, -(-images // size)) for sha in batch]
-    return own.again(case, setting, draw, wanted)
+def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: random.Random) -> Iterator[pd.DataFrame]:
+    """Yield the records of each case of a defense, in a draw that is drawn here.
+
+    Raises:
+        PrivlabError: if the result has another case, or lacks a draw of what was measured again.
+    """
+    expected = {case_label(*each) for each in own.cases()}
+    if wrong := sorted(expected ^ {*map(str, before.case)}):
+        raise PrivlabError(
+            f"{result.path}: the cases of the entry are {sorted(expected)}. Found a difference in {wrong}."
+        )
+    for case, setting in own.cases():
+        label = case_label(case, setting)
+        draws = own.card.draws if setting == "c" else 1
+        rows = own.again(case, setting, chance.randrange(draws))
+        _check_draws(result, before.loc[before.case == label], rows, draws)
+        yield rows
 
 
-def _compared(result: Result, again: pd.DataFrame, before: pd.DataFrame, card: Card) -> Verified:
-    """Return how far the mean worst case of the photographs is apart, which is what the rule reads.
+def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draws: int) -> None:
+    """Raise PrivlabError if an attack that runs on a case lacks a photograph or a draw there, or another one has it."""
+    attacked = [rows.loc[~rows.attack.str.startswith(CONTROL)] for rows in (before, again)]
+    said, ran = (rows.loc[rows.image_sha256.isin(again.image_sha256)] for rows in attacked)
+    expected = {(*key, draw) for key in zip(ran.attack, ran.image_sha256, strict=True) for draw in range(draws)}
+    found = {*zip(said.attack, said.image_sha256, said.draw, strict=True)}
+    if expected != found:
+        raise PrivlabError(
+            f"{result.path}: the case '{again.case.iloc[0]}' must have {len(expected)} scores by attack, photograph "
+            f"and draw. It lacks {len(expected - found)} of them, and has {len(found - expected)} others."
+        )
+
+
+def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str, ...], seed: int) -> Verified:
+    """Compare rows with those of the result, one by one and by the mean worst case of each case, which the rule reads.
 
     A single attack on a single photograph may move by more: where it ends at rounding, the size of its batch counts.
 
     Raises:
-        PrivlabError: if a score is missing, or that mean is further apart than the track's tolerance.
+        PrivlabError: if a row is missing, fewer than `_AGREE` agree, or a mean is further apart than the tolerance.
     """
-    lead, key = card.of.lead, [*(["entry"] if "entry" in before else []), *_KEY]
-    own = again.loc[~again.attack.str.startswith(CONTROL)]
-    both = own.merge(before[[*key, lead]], on=key, how="left", suffixes=("", "_before"))
-    if lacking := int((both[f"{lead}_before"].isna() & both[lead].notna()).sum()):
-        raise PrivlabError(f"{result.path} lacks {lacking} of {len(both)} scores that its entry gives now.")
+    lead, tolerance, before = card.of.lead, card.of.tolerance_db, result.rows
     scale = (1.0 if lead == "psnr" else 100.0) * sign_of(lead)  # a share in per cent
-    leaks = both[[lead, f"{lead}_before"]].clip(upper=_COMPARED_DB / abs(scale)) * scale
-    worst = leaks.groupby([both[name] for name in key if name not in ("attack", "geometry")]).max()
-    now, then = (float(worst[name].mean()) / scale for name in (lead, f"{lead}_before"))
-    apart = abs(now - then) * abs(scale)
-    if apart > card.of.tolerance_db:
+    place = [*(["entry"] if "entry" in before else []), *_PLACE]
+    both = again.merge(before[[*place, "draw", lead, "status"]], on=[*place, "draw"], how="left", suffixes=("", "_was"))
+    if before.duplicated([*place, "draw"]).any():
+        raise PrivlabError(f"{result.path} has rows of the same attack, photograph and draw twice.")
+    if lacking := int(both.status_was.isna().sum()):
+        raise PrivlabError(f"{result.path} lacks {lacking} of {len(both)} rows that its entry has now.")
+    leaks = pd.DataFrame(
+        {name: both[name].clip(upper=_COMPARED_DB / abs(scale)) * scale for name in (lead, f"{lead}_was")}
+    )
+    now, was = leaks[lead], leaks[f"{lead}_was"]
+    same_score = (now - was).abs().le(tolerance) | (now.isna() & was.isna())
+    confirmed = int((same_score & (both.status == both.status_was)).sum())
+    if confirmed < _AGREE * len(both):
         raise PrivlabError(
-            f"{result.path}: the worst case of {len(worst)} photographs is {now:.3f} now, on average, and the result "
-            f"says {then:.3f}. They may differ by {card.of.tolerance_db:g}."
+            f"{result.path}: {confirmed} of {len(both)} rows that were measured again agree within {tolerance:g}. At "
+            f"least {_AGREE:.0%} must."
         )
+    control = both.attack.str.startswith(CONTROL).rename("control")
+    case = [*(both[name] for name in place if name in ("entry", "case")), control]
+    worst = leaks.assign(image=both.image_sha256).groupby([*case, "image"], dropna=False).max()
+    means = worst.groupby(level=[*range(len(case))]).mean()
+    apart = (means[lead] - means[f"{lead}_was"]).abs()
+    if (apart > tolerance).any():
+        at = apart.idxmax()
+        mean_now, mean_was = means.loc[at] / scale
+        raise PrivlabError(
+            f"{result.path}: the mean worst case of {', '.join(map(str, at[:-1]))}{' (controls)' if at[-1] else ''} is "
+            f"{mean_now:.3f} now, and the result says {mean_was:.3f}. They may differ by {tolerance:g}."
+        )
+    attacked = again.loc[~again.attack.str.startswith(CONTROL)]
+    labels = attacked.case if "entry" not in attacked else attacked.entry + ", " + attacked.case
     return Verified(
         name=card.name,
         track=card.track,
-        scores=len(both),
-        apart=round(apart, 4),
-        tolerance=card.of.tolerance_db,
-        images=tuple(dict.fromkeys(own.image)),
-        draw=int(own.draw.max()) if len(own) else 0,
+        rows=len(before),
+        measured=len(both),
+        confirmed=confirmed,
+        share=round(confirmed / len(before), 4),
+        apart=round(float(apart.max()), 4),
+        tolerance=tolerance,
+        photographs=parts if card.of.photographs else (),
+        seed=seed,
+        draws={str(label): int(draw) for label, draw in attacked.groupby(labels).draw.max().items()},
         signer=result.signer,
+        plugin=bool(result.data["plugin"]),
     )

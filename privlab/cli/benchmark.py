@@ -150,30 +150,45 @@ def submit(
             echo(f"worst case by photograph: {score['mean']:.2f}{unit}, case '{each['leakiest']}', by {by}")
     for each in failed:
         echo(f"unreliable: admission, {each['name']}: {each['text']}")
+    _say_confinement(result.data["plugin"])
     echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")
+
+
+def _say_confinement(plugin: str | bool | None) -> None:
+    """Say in one line how a plug-in was confined, if there is one."""
+    from privlab.testing.plugin_process import confinement
+
+    if plugin:
+        err.print(f"The plug-in ran in a separate process, {confinement()}.", highlight=False)
 
 
 @benchmark.command()
 @click.argument("result", type=PATH)
-@click.option("--count", type=POSITIVE, default=2, help="Number of photographs that are measured again.")
+@click.option("--images", help="Folder with ImageNet's samples, to measure all photographs of the result again.")
+@click.option(
+    "--seed", type=FROM_ZERO, help="Chooses what is measured again, to repeat a verification.  [default: random]"
+)
 @_PUBLIC
 @_WEIGHTS
 @common
-def verify(result: Path, count: int, public: str | None, weights: str, as_json: bool) -> None:
+def verify(result: Path, images: str | None, seed: int | None, public: str | None, weights: str, as_json: bool) -> None:
     """Check the hash and the versions of a RESULT, conclude from its rows, and measure a part of it again.
 
-    It needs the file alone, and runs the plug-in that the file holds.
+    In every case one draw of all bundled photographs is measured, with --images of the others too. This needs the file
+    alone, and runs the plug-in that the file holds.
     """
     from privlab.benchmark import verify as verified
 
     with err.status("verification"):
-        found = verified(result, images=count, weights=weights, public=public)
-    signed = f"signed by {found.signer[:16]}…" if found.signer else "not signed by a key: its hash shows edits alone"
+        found = verified(result, seed=seed, folder=images, weights=weights, public=public)
     text = (
-        f"{found.name} ({found.track}): {found.scores} scores again, {found.apart:g} away on average (tolerance "
-        f"{found.tolerance:g}); {signed}"
+        f"{found.name} ({found.track}): {found.confirmed} of {found.rows} rows are confirmed ({found.share:.0%}); "
+        f"{found.measured} were measured again, one draw of each case, by seed {found.seed}. Worst cases differ by "
+        f"{found.apart:g} at most (tolerance {found.tolerance:g})."
     )
-    print_either(as_json, asdict(found), text)
+    _say_confinement(found.plugin)
+    signed = f" The signature of {found.signer[:16]}… is right." if found.signer else ""
+    print_either(as_json, asdict(found), text + signed)
 
 
 @benchmark.command()

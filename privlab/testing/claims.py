@@ -25,6 +25,7 @@ from privlab.release import (
     released_gradients,
     released_parameters,
 )
+from privlab.testing.plugin_process import StandIn, as_exchanged
 from privlab.threat import (
     Defense,
     Draws,
@@ -89,27 +90,36 @@ class Check:
 
 @dataclass(frozen=True, eq=False)
 class Claims:
-    """A defense, a victim in float64, two clients of one image each, and a third that may take the second's place."""
+    """A defense, a victim in float64, clients of one image each, and a last image that may take the second one's place.
+
+    A plug-in in a process of its own gets real numbers as `as_exchanged` gives them.
+    """
 
     defense: AnyDefense
     model: VictimModel
-    images: Float[Tensor, "3 c h w"]
+    images: Float[Tensor, "n c h w"]
     seed: int = 0
 
     @property
-    def labels(self) -> Int[Tensor, "2"]:
-        """Return the classes of the two images."""
-        return torch.arange(2) % self.model.vit.num_classes
+    def labels(self) -> Int[Tensor, " b"]:
+        """Return the classes of the clients' images."""
+        return torch.arange(len(self.images) - 1) % self.model.vit.num_classes
 
-    def clients(self, *, neighbour: bool = False) -> Float[Tensor, "2 c h w"]:
-        """Return the two images."""
-        return self.images[[0, 2 if neighbour else 1]]
+    def clients(self, *, neighbour: bool = False) -> Float[Tensor, "b c h w"]:
+        """Return the clients' images."""
+        last = len(self.images) - 1
+        return self.images[[0, last if neighbour else 1, *range(2, last)]]
+
+    def given(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as the defense gets it."""
+        return as_exchanged(tensor) if isinstance(self.defense, StandIn) else tensor
 
     def draws(self, number: int = 0, *, neighbour: bool = False) -> Draws:
         """Return fresh generators, the same for the same number; a neighbour has its own."""
-        seeds = [100 * (self.seed + 1) + 10 * number + i for i in (0, 2 if neighbour else 1, 3, 4)]
-        own, other, batch, model = (torch.Generator().manual_seed(seed) for seed in seeds)
-        return Draws([own, other], batch, model)
+        others = range(5, 2 + len(self.images))  # of a third client and further ones
+        seeds = [100 * (self.seed + 1) + 10 * number + i for i in (3, 4, 0, 2 if neighbour else 1, *others)]
+        batch, model, *images = (torch.Generator().manual_seed(seed) for seed in seeds)
+        return Draws(images, batch, model)
 
     def gradients(self, feed: Feed) -> dict[str, Tensor]:
         """Return the gradients of the released parameters on what is fed."""
@@ -230,7 +240,7 @@ class OnImages(Claims):
         moved = permute(self.clients(), feed.order, patch)
         if feed.moved.any() and not torch.equal(self._recognisable(feed.images), self._recognisable(moved)):
             return 1.0
-        wheel = _colour_wheel(self.model.image_shape).repeat(2, 1, 1, 1)
+        wheel = _colour_wheel(self.model.image_shape).repeat(len(self.labels), 1, 1, 1)
         fed = self.run({"images": wheel.clone()}, self.draws())
         return _worse_than_best(self._recognisable(fed.images), self._recognisable(wheel), fed.order, patch)
 
@@ -253,7 +263,7 @@ class OnFeatures(Claims):
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
         """Return the embedded tokens of the two images."""
         with torch.no_grad():
-            return {"tokens": self.model.embed(self.clients(neighbour=neighbour))}
+            return {"tokens": self.given(self.model.embed(self.clients(neighbour=neighbour)))}
 
     def run(self, inputs: Tensors, draws: Draws) -> Sent:
         """Return what the clients send."""

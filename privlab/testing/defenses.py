@@ -27,6 +27,8 @@ Case = OnImages | OnFeatures | OnGradients
 
 MODEL = "vit_ti_mjp"
 """The victim on which a defense is tested; it has E_unk, which MJP needs."""
+MOST_IMAGES = 8
+"""The most images that a check takes; each client has a generator of its own."""
 MOST_CHANGE = 1e-9
 """The largest change by rounding of a client's own release when the batch changes, relative to its size."""
 
@@ -57,8 +59,8 @@ def check_defense(
     Args:
         defense: an instance: a defense on images, features or gradients; what its class does not declare has a default.
         model: the victim, copied in float64; by default two blocks of a random ViT-Ti at 64 pixels, with E_unk.
-        images: three images in [0, 1]: those of two clients, and one that takes the second's place; by default
-            photographs.
+        images: three images in [0, 1] or more: those of clients, and a last one that takes the second one's place; by
+            default three photographs.
         seed: seed of the draws and of the directions of finite differences.
 
     Raises:
@@ -68,7 +70,7 @@ def check_defense(
     defense = completed(defense, "defense")
     model = small_victim() if model is None else model
     images = photographs(model) if images is None else images
-    if images.shape != (3, *model.image_shape):
+    if images.shape[1:] != model.image_shape or not 3 <= len(images) <= MOST_IMAGES:
         expected = (3, *model.image_shape)
         raise PrivlabError(f"The check takes three images, of shape {expected}. Found {tuple(images.shape)}.")
     case = case_of(defense, model, images, seed)
@@ -76,13 +78,13 @@ def check_defense(
         return tuple(_checks(case, model))
 
 
-def case_of(defense: AnyDefense, model: VictimModel, images: Float[Tensor, "3 c h w"], seed: int = 0) -> Case:
-    """Return a defense with the two clients that it is tried on, in float64.
+def case_of(defense: AnyDefense, model: VictimModel, images: Float[Tensor, "n c h w"], seed: int = 0) -> Case:
+    """Return a defense with the clients that it is tried on, in float64.
 
     Args:
         defense: the defense.
         model: the victim, which is copied.
-        images: those of two clients, and one that takes the second's place.
+        images: those of clients, and a last one that takes the second one's place.
         seed: seed of the draws and of the directions of finite differences.
     """
     given = (copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
@@ -109,11 +111,11 @@ def small_victim(
     return found
 
 
-def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
-    """Return the first three bundled photographs, resized to the input of the victim."""
+def photographs(model: VictimModel, count: int = 3) -> Float[Tensor, "n c h w"]:
+    """Return the first bundled photographs, three or `count`, resized to the input of the victim."""
     colours, *size = model.image_shape
     cut = Preprocessing((size[0], size[1]), (0.5,) * colours, (0.5,) * colours, 1.0, "bicubic")
-    return torch.stack([cut(image.pixels) for image in open_images("samples", limit=3) if image.pixels])
+    return torch.stack([cut(image.pixels) for image in open_images("samples", limit=count) if image.pixels])
 
 
 def _checks(case: Case, own: VictimModel) -> Iterator[Check]:

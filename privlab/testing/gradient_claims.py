@@ -31,7 +31,7 @@ class OnGradients(Claims):
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
         """Return the inputs of the defense."""
-        return self.gradients(self._fed(neighbour=neighbour))
+        return {name: self.given(g) for name, g in self.gradients(self._fed(neighbour=neighbour)).items()}
 
     def run(self, inputs: Tensors, draws: Draws) -> Any:  # noqa: ANN401
         """Return what the defense makes of these inputs."""

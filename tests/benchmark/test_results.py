@@ -10,7 +10,9 @@ import pandas as pd
 import pytest
 
 from privlab.base import PrivlabError
-from privlab.benchmark.results import FORMAT, from_rows, read_result, to_rows, write_result
+from privlab.benchmark import write_site
+from privlab.benchmark.cards import file_name, parse_card
+from privlab.benchmark.results import FORMAT, PACKAGE, from_rows, read_result, to_rows, write_result
 from privlab.benchmark.tracks import track
 
 RECORDS = pd.DataFrame(
@@ -132,3 +134,52 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("{")
     with pytest.raises(PrivlabError, match="is not valid JSON"):
         read_result(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"count": 10**12, "columns": {"case": {"all": "x"}}}, "count"),
+        ({"count": -1, "columns": {}}, "count"),
+        ({"count": 1.0, "columns": {}}, "count"),
+        ({"count": 1, "columns": []}, "table"),
+        ({"count": 1, "columns": {"case": {"of": ["x"], "codes": [-1]}}}, "column case"),
+        ({"count": 1, "columns": {"case": {"of": ["x"], "codes": [1]}}}, "column case"),
+        ({"count": 1, "columns": {"psnr": {"each": [{}]}}}, "column psnr"),
+        ({"count": 1, "columns": {"psnr": {"all": [[0]]}}}, "column psnr"),
+        ({"count": 1, "columns": {str(i): {"all": 0} for i in range(200)}}, "columns"),
+    ],
+)
+def test_rows_of_another_form_are_refused_before_they_are_made(tmp_path: Path, rows: Any, said: str) -> None:
+    write_result(contents(rows=rows), tmp_path / "r.json")
+    with pytest.raises(PrivlabError, match=said):
+        read_result(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("field", ["track", "card", "plugin", "photographs", "admission", "judged", "rows"])
+def test_a_field_of_another_type_is_refused(tmp_path: Path, field: str) -> None:
+    write_result(contents(**{field: 3}), tmp_path / "r.json")
+    with pytest.raises(PrivlabError, match=field):
+        read_result(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("name", ["/../../../victim/package", "..", "", "A", "a/b", "-a", "a" * 65, "a.b", "a\n"])
+def test_a_name_that_is_more_than_a_name_reaches_no_path(name: str) -> None:
+    with pytest.raises(PrivlabError, match="name"):
+        file_name(name)
+    text = (PACKAGE / "cards/gradients-sign.toml").read_text("utf-8")
+    with pytest.raises(PrivlabError, match="name"):
+        parse_card(text.replace('name = "gradient-sign"', f"name = {json.dumps(name)}"), tmp := Path("card.toml"))
+    assert not tmp.exists()
+
+
+def test_the_page_loads_nothing_and_shows_pictures_as_data_alone(tmp_path: Path) -> None:
+    source = PACKAGE / "results/gradients-sign.json"
+    data = json.loads(source.read_text("utf-8"))
+    data["pictures"]["median"]["made"] = "https://example.org/x.png"
+    write_result(data, tmp_path / "gradients-sign.json")
+    page = write_site([read_result(tmp_path / "gradients-sign.json")], tmp_path / "site")[0].read_text()
+    assert "default-src 'none'; img-src data:; style-src 'sha256-" in page
+    assert "form-action 'none'" in page
+    assert "example.org" not in page
+    assert "data:image/png;base64," in page

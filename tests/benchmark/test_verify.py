@@ -1,0 +1,150 @@
+"""Verification draws what it measures again itself, measures every case, and notices rows that were made up."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pandas import DataFrame, concat
+
+from privlab.base import PrivlabError
+from privlab.benchmark.measure import Measurement, case_label
+from privlab.benchmark.results import PACKAGE, Result, from_rows, read_result, to_rows, write_result
+from privlab.benchmark.rule import conclude
+from privlab.benchmark.tracks import TrackCase, photographs
+from privlab.benchmark.verify import verify
+from privlab.evaluation import CONTROL
+
+SIGN = PACKAGE / "results/gradients-sign.json"
+MJP = PACKAGE / "results/gradients-mjp.json"
+"""A defense that is drawn ten times."""
+
+Changing = Callable[[DataFrame], DataFrame]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """Give back the rows of the package's own result where an entry is measured again; return what was asked for."""
+    module, asked = importlib.import_module("privlab.benchmark.verify"), list[tuple[str, str, int]]()
+    monkeypatch.setattr(module, "_check_stated", lambda *given: None)
+
+    def again(own: Measurement, case: TrackCase, setting: str, draw: int) -> DataFrame:
+        asked.append((own.card.name, case_label(case, setting), draw))
+        rows = read_result(PACKAGE / f"results/gradients-{own.card.name.removeprefix('gradient-')}.json").rows
+        there = (rows.case == case_label(case, setting)) & rows.image_sha256.isin([*photographs("bundled")])
+        return rows.loc[there & ((rows.draw == draw) | rows.attack.str.startswith(CONTROL))]
+
+    monkeypatch.setattr(Measurement, "again", again)
+    return asked
+
+
+def forged(path: Path, source: Path, change: Changing, **more: Any) -> Path:
+    """Write a result whose rows were changed, and which concludes what these say, under a hash of its own."""
+    result = read_result(source)
+    rows = to_rows(change(result.rows.copy()))
+    judged = conclude(result.card, from_rows(rows))
+    write_result({**result.data, "rows": rows, "judged": judged} | more, path)
+    return path
+
+
+def test_all_cases_are_measured_and_the_share_of_the_rows_is_stated(measured: list[tuple[str, str, int]]) -> None:
+    found = verify(SIGN, seed=1)
+    assert [case for _, case, _ in measured] == ["one step, undefended", "one step"]
+    assert found.rows == len(read_result(SIGN).rows)
+    assert found.confirmed == found.measured == 14 * (8 + 9)
+    assert found.share == round(found.confirmed / found.rows, 4)
+    assert found.signer is None
+
+
+def test_the_draw_follows_from_the_verifier_s_seed_alone(tmp_path: Path, measured: list[tuple[str, str, int]]) -> None:
+    draws = {seed: verify(MJP, seed=seed).draws["one step"] for seed in range(8)}
+    assert len({*draws.values()}) > 3
+    for created in range(3):
+        edited = forged(tmp_path / "r.json", MJP, lambda rows: rows, created=created)
+        assert verify(edited, seed=5).draws["one step"] == draws[5]
+    assert len({verify(MJP).seed for _ in range(3)}) == 3
+
+
+def invented(rows: DataFrame) -> DataFrame:
+    """Return rows of which those of two attacks on half of the photographs are made up."""
+    rows.loc[rows.attack.isin(["april", "patch-gradient"]) & (rows.index % 2 == 0), "psnr"] = 11.0
+    return rows
+
+
+def weaker(rows: DataFrame) -> DataFrame:
+    """Return rows in which nothing of the defense leaks more than 10 dB."""
+    rows.loc[(rows.setting == "c") & ~rows.attack.str.startswith(CONTROL), "psnr"] = 10.0
+    return rows
+
+
+def stronger_controls(rows: DataFrame) -> DataFrame:
+    rows.loc[rows.attack.str.startswith(CONTROL) & (rows.setting == "c"), "psnr"] = 40.0
+    return rows
+
+
+def without_the_best(rows: DataFrame) -> DataFrame:
+    return rows.loc[rows.attack != rows.loc[rows.psnr.idxmax(), "attack"]].reset_index(drop=True)
+
+
+def without_a_case(rows: DataFrame) -> DataFrame:
+    return rows.loc[rows.setting == "c"].reset_index(drop=True)
+
+
+def twice(rows: DataFrame) -> DataFrame:
+    return concat([rows, rows.tail(3).assign(psnr=9.0)], ignore_index=True)
+
+
+def another_attack(rows: DataFrame) -> DataFrame:
+    return concat([rows, rows.loc[rows.attack == "april"].assign(attack="my-own")], ignore_index=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (invented, "rows that were measured again agree"),
+        (weaker, "agree|mean worst case"),
+        (stronger_controls, "agree|mean worst case"),
+        (without_the_best, "It lacks"),
+        (without_a_case, "the cases of the entry"),
+        (twice, "twice"),
+        (another_attack, "others"),
+    ],
+)
+def test_rows_that_were_made_up_are_refused(
+    tmp_path: Path, measured: list[tuple[str, str, int]], change: Changing, said: str
+) -> None:
+    with pytest.raises(PrivlabError, match=said):
+        verify(forged(tmp_path / "r.json", SIGN, change), seed=0)
+
+
+def test_a_draw_that_is_left_out_is_refused_whichever_is_drawn(
+    tmp_path: Path, measured: list[tuple[str, str, int]]
+) -> None:
+    kept = forged(tmp_path / "r.json", MJP, lambda rows: rows.loc[rows.draw != 3].reset_index(drop=True))
+    for seed in range(4):
+        with pytest.raises(PrivlabError, match="lacks"):
+            verify(kept, seed=seed)
+
+
+def test_draws_that_were_made_up_are_found_by_most_seeds(tmp_path: Path, measured: list[tuple[str, str, int]]) -> None:
+    def all_but_one(rows: DataFrame) -> DataFrame:
+        rows.loc[(rows.draw > 0) & (rows.setting == "c"), "psnr"] = 8.0
+        return rows
+
+    path = forged(tmp_path / "r.json", MJP, all_but_one)
+    passed = 0
+    for seed in range(20):
+        try:
+            verify(path, seed=seed)
+            passed += 1
+        except PrivlabError:
+            continue
+    assert passed <= 6  # one draw of ten is honest
+
+
+def test_a_public_key_without_a_signature_is_not_mentioned(tmp_path: Path) -> None:
+    data = json.loads(SIGN.read_text("utf-8"))
+    data["signature"]["public_key"] = "aa" * 32
+    assert Result(data, tmp_path).signer is None

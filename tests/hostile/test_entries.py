@@ -1,0 +1,159 @@
+"""Tricks of an entry do not raise its score: truth, metrics and other calls are out of its reach."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from privlab.base import PrivlabError
+from privlab.evaluation import attack_batch
+from privlab.metrics import psnr
+from privlab.testing import plugin_process
+from privlab.testing.defenses import small_victim
+from privlab.testing.plugin_process import Limits, Plugin
+from privlab.threat import Observation
+
+SECRET = 0.8125
+LIMITS = Limits(seconds=20, memory=2**30, answer=2**26)
+
+confined = pytest.mark.skipif(plugin_process._bubblewrap() is None, reason="bubblewrap does not work here")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Iterator[Plugin]:
+    """Return the process of all tricks."""
+    made = Plugin((Path(__file__).parent / "cheats.py.txt").read_text(), LIMITS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def kinds(plugin: Plugin) -> dict[str, Any]:
+    """Return the classes that stand in for the tricks."""
+    return plugin.stand_ins()
+
+
+@pytest.fixture(scope="module")
+def seen() -> Observation:
+    """Return an observation; its gradient is a view of what has the private image."""
+    private = torch.full((2, 3, 64, 64), SECRET)
+    whole = torch.cat([torch.zeros(1, 3 * 64 * 64), private.flatten(1)])
+    return Observation(small_victim(), {"w": whole[:1]}, frozenset())
+
+
+@pytest.mark.parametrize("name", ["Attack", "Frames", "Objects", "Views", "Patches", "Remembers"])
+def test_an_attack_finds_nothing_beyond_its_observation(kinds: dict[str, Any], seen: Observation, name: str) -> None:
+    private = torch.full((1, 3, 64, 64), SECRET)
+    square, before = torch.Tensor.square, psnr(private, private * 0.5)
+    for _ in range(2):
+        images = attack_batch(kinds[name](), seen).images
+        assert (images == 0.25).all()
+        assert type(images) is torch.Tensor
+    assert torch.Tensor.square is square
+    assert torch.equal(psnr(private, private * 0.5), before)
+
+
+@pytest.mark.parametrize("name", ["Prints", "Forks"])
+def test_what_a_plugin_writes_elsewhere_spoils_its_own_answer_at_most(
+    kinds: dict[str, Any], seen: Observation, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    with suppress(PrivlabError):
+        assert (kinds[name]()(seen).images == 0.25).all()
+    assert (kinds["Attack"]()(seen).images == 0.25).all()
+    assert "xxx" not in "".join(capfd.readouterr())
+
+
+@confined
+def test_files_and_the_network_are_out_of_reach(kinds: dict[str, Any], seen: Observation, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    with pytest.raises(PrivlabError, match="FileNotFoundError"):
+        kinds["Files"](path=str(tmp_path / "secret"))(seen)
+    for path in (tmp_path / "written", Path("/tmp/written"), Path("/dev/shm/written"), Path("written")):
+        with pytest.raises(PrivlabError, match="Error"):
+            kinds["Writes"](path=str(path))(seen)
+        assert not path.exists()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+
+        def answer() -> None:
+            try:
+                server.accept()[0].sendall(b"x")
+            except OSError:
+                return
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(PrivlabError, match="Error"):
+            kinds["Network"](port=server.getsockname()[1])(seen)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+def test_limits_end_a_call(kinds: dict[str, Any], plugin: Plugin, seen: Observation) -> None:
+    with pytest.raises(PrivlabError, match=r"memory|Memory"):
+        kinds["Memory"]()(seen)
+    quick = Plugin(plugin.source, Limits(seconds=2, memory=2**30, answer=2**26))
+    with pytest.raises(PrivlabError, match=r"longer than 2 seconds|signal"):
+        quick.stand_ins()["Endless"]()(seen)
+    quick.close()
+
+
+def test_who_ends_the_process_is_refused_and_the_next_call_works(kinds: dict[str, Any], seen: Observation) -> None:
+    with pytest.raises(PrivlabError, match="ended"):
+        kinds["Kills"]()(seen)
+    assert (kinds["Attack"]()(seen).images == 0.25).all()
+
+
+@pytest.mark.parametrize("what", ["nan", "large", "shape", "huge", "object", "text", "nested", "none"])
+def test_what_an_attack_may_not_return_is_refused(kinds: dict[str, Any], seen: Observation, what: str) -> None:
+    with pytest.raises(PrivlabError):
+        attack_batch(kinds["Returns"](what=what), seen)
+
+
+def test_a_subclass_of_tensors_comes_as_a_plain_tensor(kinds: dict[str, Any], seen: Observation) -> None:
+    try:
+        images = attack_batch(kinds["Returns"](what="subclass"), seen).images
+    except PrivlabError:
+        return
+    assert type(images) is torch.Tensor
+    assert not (images == SECRET).all()
+
+
+@pytest.mark.parametrize("what", ["nan", "infinite", "shape", "name", "bool", "list", "none"])
+def test_what_a_defense_may_not_release_is_refused(kinds: dict[str, Any], what: str) -> None:
+    with pytest.raises(PrivlabError, match="plug-in"):
+        kinds["Sends"](what=what).release({"w": torch.ones(2, 8)}, [torch.Generator(), torch.Generator()])
+
+
+def test_admission_and_a_measured_run_look_the_same_to_a_defense(kinds: dict[str, Any]) -> None:
+    watching = kinds["Watches"]()
+    draws = [torch.Generator().manual_seed(i) for i in range(5)]
+    admitted = watching.release({"w": torch.rand(2, 8, dtype=torch.float64)}, draws[:2])["w"]
+    measured = watching.release({"w": torch.rand(5, 8)}, draws)["w"]
+    assert torch.equal(admitted.unique(dim=0), measured.double().unique(dim=0))
+    _, size, exact, images, generators, calls, *_ = admitted[0].tolist()
+    assert (size, exact, images, generators, calls) == (8, 1, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xff" * 8,
+        plugin_process.LENGTH.pack(2) + b"{}",
+        plugin_process.LENGTH.pack(4) + b"null",
+        plugin_process.LENGTH.pack(30) + b'{"done": {"object": "Popen"}}  ',
+        plugin_process.LENGTH.pack(27) + b'{"done": {"tensor": "none"}' + b"\x80\x04cos\nsystem\n",
+    ],
+)
+def test_an_answer_in_another_form_is_refused(plugin: Plugin, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    monkeypatch.setattr(Plugin, "_read", lambda *given: answer)
+    with pytest.raises(PrivlabError):
+        plugin.ask("describe")
+    plugin.close()
