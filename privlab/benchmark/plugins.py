@@ -135,7 +135,8 @@ def _class_name(card: Card) -> str:
     except PrivlabError as error:
         raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {error}") from None
     classes = {key: each for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, StandIn)}
-    kinds = {each.name: key for key, each in classes.items() if isinstance(getattr(each, "name", None), str)}
+    named = {key: getattr(each, "name", None) for key, each in classes.items()}
+    kinds = {name: key for key, name in named.items() if isinstance(name, str)}
     if card.parts[0] not in kinds:
         raise PrivlabError(
             f"{card.plugin} has no class named '{card.parts[0]}'. Found {first(sorted(map(str, kinds))) or 'none'}: "

@@ -216,7 +216,7 @@ def _value(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:  # no
     if kind == "value" and not isinstance(given, list | dict):
         return given
     if kind == "tensor":
-        return tensors[given]
+        return tensors[str(given)]
     if kind == "capability":
         return Capability(given)
     if kind in ("tuple", "list", "set"):
@@ -368,8 +368,8 @@ def _on_images(self: StandIn, images: Tensor, patch: int, draws: Sequence[Genera
     if len({(each.masked_pe is None, each.replacement) for each in made}) > 1:
         _refuse("masks of one image and none of another")
     masked = None if made[0].masked_pe is None else torch.cat([m for each in made if (m := each.masked_pe) is not None])
-    joined = [torch.cat([getattr(each, name) for each in made]) for name in ("images", "order", "moved")]
-    return Feed(*joined, masked, made[0].replacement)
+    fed, order, moved = (torch.cat([getattr(each, name) for each in made]) for name in ("images", "order", "moved"))
+    return Feed(fed, order, moved, masked, made[0].replacement)
 
 
 def _fed(made: object, images: Tensor) -> Feed:
