@@ -192,7 +192,7 @@ def check_archive(path: Path, what: str) -> None:
             with zipfile.ZipFile(file) as archive:
                 unpacked = sum(member.file_size for member in archive.infolist())
         except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-            raise _unreadable(path, what, error) from None
+            raise PrivlabError(f"'{path}' cannot be read as {what}; it may be truncated ({error}).") from None
     if unpacked > most_unpacked(size):
         raise _unreadable(path, what, f"its {size} bytes would unpack to {unpacked / 2**20:.0f} MiB")
 

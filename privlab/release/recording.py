@@ -11,7 +11,6 @@ holds the contract of the session, the server's model, and versions. Features co
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,13 +62,13 @@ class Recorder:
         except OSError as error:
             raise PrivlabError(f"--record '{folder}' cannot be made: {error.strerror}. Give another.") from error
 
-    def session(self, name: str, facts: Mapping[str, Any], most: float = math.inf) -> "SessionRecorder":
+    def session(self, name: str, facts: Mapping[str, Any], most: int | None = None) -> "SessionRecorder":
         """Return the recorder of a session, new or resumed.
 
         Args:
             name: the session's name, that of its folder.
             facts: facts about the session, which its `session.json` states.
-            most: the most bytes that its recording takes on the disk.
+            most: the most bytes that its recording takes on the disk; None for any number.
         """
         path = self._folder / name / "session.json"
         if not path.exists():
@@ -78,7 +77,7 @@ class Recorder:
             self.write(path, (json.dumps(about | dict(self._facts) | dict(facts), indent=2) + "\n").encode())
         return SessionRecorder(self, path.parent, most)
 
-    def stop_session(self, folder: Path, most: float) -> None:
+    def stop_session(self, folder: Path, most: int) -> None:
         """Say that nothing more of one session is recorded."""
         self._on_stop(f"Recording of {folder.name} stopped at {most / 2**20:.0f} MiB (--max-disk); it goes on itself.")
 
@@ -97,7 +96,7 @@ class Recorder:
 class SessionRecorder:
     """Writes what one session brings."""
 
-    def __init__(self, recorder: Recorder, folder: Path, most: float) -> None:
+    def __init__(self, recorder: Recorder, folder: Path, most: int | None) -> None:
         self._recorder, self._folder, self._most, self._full = recorder, folder, most, False
         self._held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         self._inferences = max((number for number, _ in _files(folder, "infer")), default=0)
@@ -123,7 +122,7 @@ class SessionRecorder:
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         data = save(held, {"format": _FORMAT, "version": str(_VERSION), "kind": kind, "step": str(number)})
         self._held += len(data)
-        if self._held > self._most:
+        if self._most is not None and self._held > self._most:
             self._full = True
             self._recorder.stop_session(self._folder, self._most)
             return

@@ -47,8 +47,8 @@ class Limits:
     """Of a call: its seconds, the bytes of memory that it may take, and the most bytes of its answer."""
 
     seconds: float = 600.0
-    memory: float = 4 * 2**30
-    answer: float = 2**30
+    memory: int = 4 * 2**30
+    answer: int = 2**30
 
 
 @cache

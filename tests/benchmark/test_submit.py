@@ -157,7 +157,7 @@ def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
     mine: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verify = importlib.import_module("privlab.benchmark.verify")
-    monkeypatch.setattr(verify, "checks_of", lambda card, weights: ())  # they take seconds, and all pass
+    monkeypatch.setattr(verify, "checks_of", lambda card, weights, chance=None: ())  # they take seconds, and all pass
     (blur,) = (each for each in entries() if each.path.stem == "features-blur")
     path = tmp_path / "blur.json"
     write_result({**blur.data, "public_sha256": "ab" * 32}, path)

@@ -246,13 +246,13 @@ def test_any_value_in_range_is_taken_and_none_outside(data: st.DataObject) -> No
         (FOLDERS.replace('"plain"', '"(3) MJP"'), "setting b is scored against the shuffled image"),
         (FOLDERS, "theirs' is not a folder of images."),
         (FOLDERS.replace('"photos"', '"nowhere"').replace('"theirs"\ni', '"photos"\ni'), "nowhere' is not a folder of"),
-        (FOLDERS.replace('"theirs"\ni', '"photos"\ni').replace('"photos"', '"run/records"'), "No image in the folder"),
+        (FOLDERS.replace('"theirs"\ni', '"photos"\ni').replace('"photos"', '"run/records"'), "not bytes of images"),
     ],
 )
 def test_a_mistake_is_refused_in_one_line(refused: Callable[[str], str], text: str, message: str) -> None:
     error = refused(text)
     assert message in error
-    assert "theirs.toml" in error or "folder" in error
+    assert any(word in error for word in ("theirs.toml", "folder", "column"))
 
 
 def test_infinity_is_a_psnr(add: Callable[[str], int], run: Path) -> None:

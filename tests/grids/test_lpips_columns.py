@@ -85,7 +85,7 @@ def test_without_alexnet_there_is_a_figure_in_a_column_of_its_own(
     assert sum(message.startswith("LPIPS is by SqueezeNet") for message in results.facts["warnings"]) == 1
     said = " ".join(line for line in conditions_that_differ(results) if line.startswith("LPIPS: "))
     assert said.startswith("LPIPS: paper: by AlexNet, ")
-    assert said.endswith(" 0.36 / here: lpips_squeeze, another distance, beside which the paper's figures do not stand")
+    assert said.endswith(" 0.36 / here: lpips_squeeze, another distance, with which the paper's figures do not stand")
 
 
 def test_a_paper_s_figures_stand_beside_alexnet_s(

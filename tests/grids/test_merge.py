@@ -157,7 +157,7 @@ def test_merge_sets_aside_what_is_torn(store: Callable[..., Path], tmp_path: Pat
 def test_merge_into_something_else(store: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "thesis.tex").write_text("mine")
-    with pytest.raises(PrivlabError, match=r"\(thesis.tex\).*--out"):
+    with pytest.raises(PrivlabError, match=r"\(thesis.tex\).*empty directory"):
         merge(tmp_path / "all", [store("one", row(0))])
     assert files(tmp_path / "all") == {"thesis.tex": b"mine"}
 

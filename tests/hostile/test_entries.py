@@ -19,7 +19,7 @@ from privlab.testing.plugin_process import Limits, Plugin
 from privlab.threat import Observation
 
 SECRET = 0.8125
-LIMITS = Limits(seconds=20, memory=2**30, answer=2**26)
+LIMITS = Limits(seconds=20.0, memory=2**30, answer=2**26)
 
 confined = pytest.mark.skipif(plugin_process._bubblewrap() is None, reason="bubblewrap does not work here")
 pytestmark = pytest.mark.slow
@@ -98,7 +98,7 @@ def test_files_and_the_network_are_out_of_reach(kinds: dict[str, Any], seen: Obs
 def test_limits_end_a_call(kinds: dict[str, Any], plugin: Plugin, seen: Observation) -> None:
     with pytest.raises(PrivlabError, match=r"memory|Memory"):
         kinds["Memory"]()(seen)
-    quick = Plugin(plugin.source, Limits(seconds=2, memory=2**30, answer=2**26))
+    quick = Plugin(plugin.source, Limits(seconds=2.0, memory=2**30, answer=2**26))
     with pytest.raises(PrivlabError, match=r"longer than 2 seconds|signal"):
         quick.stand_ins()["Endless"]()(seen)
     quick.close()
