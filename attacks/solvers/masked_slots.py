@@ -47,6 +47,7 @@ def feeds_unknown(seen: Observation) -> bool:
 
 def replacement(seen: Observation) -> Float[Tensor, "1 d"]:
     """Return what replaces the position embedding of masked slots: E_unk, or zero, as the defense says."""
+    # E_unk has the shape 1 × 1 × D; without it, or where the defense says so, zero takes its place.
     unknown = seen.model.unk_embed
     if unknown is None or not feeds_unknown(seen):
         return seen.model.mean.new_zeros(1, seen.model.vit.embed_dim)
