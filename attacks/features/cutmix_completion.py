@@ -103,12 +103,12 @@ class CutMixCompletion(Checked):
             rows = seen.model.client_blocks(seen.model.embed(public), seen.cut_layer)
         known = invert(replace(seen, features=rows, defense=())).images.double()
         shown = invert(seen).images
-        # σ: error of an inverted pixel. α: mean |δ| of adjacent pixels. β:
-        # mean |difference| of pixels from unrelated places.
+        # σ is the error of an inverted pixel, α the mean |δ| of adjacent pixels, and β the mean |δ| of unrelated ones,
+        # taken from two photographs of which one is turned by 180°.
         σ = max(HALF_A_LEVEL, float((known - public).square().mean().sqrt()))
         α = float(torch.cat([known.diff(dim=2).flatten(), known.diff(dim=3).flatten()]).abs().mean())
         β = float((known - known.roll(1, 0).flip(-1, -2)).abs().mean())  # turned, as there may be one photograph alone
-        # Without α < β, a border says nothing: the images stay as they are.
+        # Without α < β borders carry no evidence for a rectangle, and the images stay as they are.
         if not 0 < α < β:
             return Reconstruction(shown)
         found = _origins(shown.double(), σ, α, β, self.starts)
@@ -182,7 +182,8 @@ def rectangles(h: int, w: int) -> Int[Tensor, "4 m"]:
 
 def _sides(spans: Int[Tensor, "m 2"], n: int) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
     """Return the least and the largest relative side of a rectangle that covers a span of n pixels."""
-    # A span of L pixels has L = s · n ± 1. At the image's border only half of the side may be seen: s · n ≤ 2 L + 1.
+    # A whole side of s · n ± 1 pixels gives (L − 1) / n ≤ s ≤ (L + 1) / n for a span of L. A span that the border cuts
+    # may be half of the side, and then s ≤ (2 L + 1) / n.
     length, cut = (spans[:, 1] - spans[:, 0]).double(), (spans[:, 0] == 0) | (spans[:, 1] == n)
     return (length - 1) / n, torch.where(cut, (2 * length + 1) / n, (length + 1) / n)
 
@@ -224,8 +225,8 @@ class _Search:
         """
         b, draw = len(self.same), Generator().manual_seed(start)
         found: list[_Rectangle] = [None] * b
-        # Tolerance limits what a single pixel may say against a rectangle, so that a
-        # start is not stopped by a few errors.
+        # The tolerance limits what a single pixel may say against a rectangle, so that a few errors do not
+        # rule out the right one in the first rounds.
         tolerant = self.same.clamp_min(-TOLERANCES[start % len(TOLERANCES)])
         last = {int(torch.randint(b, (), generator=draw))} if start >= len(TOLERANCES) else set()
         # Greedy start: of all images without a choice yet, the one with the largest gain gets its best rectangle.
@@ -250,7 +251,7 @@ class _Search:
         self, i: int, found: Sequence[_Rectangle], same: Float[Tensor, "b b h w"], *, first: bool = False
     ) -> tuple[float, _Rectangle]:
         """Return what the best rectangle of image i gains, given those of the others, and that rectangle."""
-        # origins of all other images; −1 keeps image i from being compared with itself.
+        # The origins in all other images; −1 keeps image i from being compared with itself.
         others = self.origins([None if k == i else each for k, each in enumerate(found)])
         others[i] = -1
         # gains[j] (h × w): what the other images say for the origin j of each pixel of image i.
@@ -263,7 +264,8 @@ class _Search:
         sums = pad(gains.cumsum(1).cumsum(2), (1, 0, 1, 0)).flatten(1).mT.contiguous()
         ends = [sums.index_select(0, corner) for corner in self.corners]
         score = ends[0] - ends[1] - ends[2] + ends[3] + self.border[:, i, None]
-        # A rectangle from image i itself changes nothing. A negative best score means that no rectangle is better.
+        # A rectangle from image i itself changes nothing and is left out. Where no score is positive, the image is
+        # better explained without a rectangle.
         score[:, i] = -math.inf
         box, j = divmod(int(score.argmax()), len(same))
         gain = float(score[box, j])

@@ -116,7 +116,7 @@ def _fit_rows(
     Z = torch.cat(made).flatten(0, 1).double()
     X = patchify(model.normalise(images), model.patch).flatten(0, 1).double()
     mean, centre = Z.mean(0), X.mean(0)
-    # Ridge regression on centred rows: slopes = (Zᵀ Z + ridge · I)⁻¹ Zᵀ X, and the constant from the means.
+    # Ridge regression on centred rows: slopes = (Zᵀ Z + ridge · I)⁻¹ Zᵀ X. The constant follows from the means.
     A = (Z - mean).mT @ (Z - mean)
     variance = A.diagonal().mean()
     A += RIDGE * variance * torch.eye(len(A), dtype=A.dtype, device=A.device)

@@ -88,8 +88,8 @@ class MapInversion(Checked):
         near = torch.linalg.inv(A + scale * torch.eye(len(A), dtype=A.dtype, device=A.device))  # preconditions
         for _ in range(self.rounds):
             H = prior.curvature(X, self.epsilon)
-            # −gradient at X; H X is the gradient of the prior there. Then (A + strength · H) V =
-            # −gradient, and X + V minimises the bound.
+            # −gradient at X; H X is the gradient of the prior there. The V of
+            # (A + strength · H) V = −gradient leads to the minimum X + V of the bound.
             downhill = pull - X @ A - self.strength * H(X)
             X = X + conjugate_gradients(
                 lambda V, H=H: V @ A + self.strength * H(V), downhill, self.steps, lambda V: V @ near

@@ -1,7 +1,8 @@
 """`map-unet`: what `map-inversion` makes of noisy features, corrected by a network that saw what noise does to it.
 
 Known are noisy rows of the client, and the client's part of the model to run; sought are the images. `_own_starts`
-inverts own noisy releases of public images, a U-Net learns their errors, and corrects the images of the client.
+inverts noisy releases of public images that the adversary makes, a U-Net learns their errors, and it corrects what the
+same inversion makes of the client's rows.
 """
 
 from collections.abc import Mapping, Sequence

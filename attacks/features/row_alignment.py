@@ -137,7 +137,7 @@ class RowAlignment(Checked):
         """Return which of the aligned rows belongs in which slot, by the borders and the public embeddings."""
         model, noise, u = seen.model, effects(seen).noise_std, Z.mean(0)
         # Without u_s a patch is the mean patch plus its difference from the slot's mean: borders
-        # still match, the slot does not show.
+        # still match, and no embedding is left in it.
         patches, floor = invert(model, Z - u + law[0], seen.public, noise)
         costs = summed_costs(pixels(model, patches), floor)
         places = None

@@ -197,7 +197,7 @@ def signed_product(
     # A is searched as shares of scale_a.
     scale_a, scale_g = expected_excess(a), expected_excess(g)
     A = expected_value(a)
-    # Normalised pixels of black and of white, n × k: the box that X must not leave.
+    # Normalised pixels of black and of white, n × k: the energy grows with the distance of X from this box.
     black, white = (
         patchify(model.normalise(X.new_full((1, *model.image_shape), shade)), model.patch)[0].to(X)
         for shade in (0.0, 1.0)
@@ -218,7 +218,8 @@ def signed_product(
             size = (share.square() + 0.01).sqrt().masked_fill(a.known, 0).sum()
             outside = F.relu(X - white).square().sum() + F.relu(black - X).square().sum()
             edges = smooth.sparse_energy(X[None], EDGE_WIDTH).sum()
-            # A may miss its known values by an error that shrinks too; G = Aᵀ X (D × K) by the error of this stage.
+            # A may miss its known values by a share of its scale, which shrinks too, and G = Aᵀ X (D × K) may miss what
+            # is shown of it by the error of this stage.
             explained = misfit(a, A, 0.3 * off * scale_a, 0.1 * scale_a) + misfit(g, A.mT @ X, allowed, allowed)
             return explained + size + prior * _EDGES * edges + _BOX * outside
 

@@ -123,7 +123,7 @@ class Lbfgs(Optimiser):
     def __call__(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
         """Step along −H⁻¹ ∇f, with H estimated from the last steps; up to `trials` lengths of the step are tried."""
         x, slope, moves, turns = (state[name] for name in ("x", "slope", "moves", "turns"))
-        # Problems without any remembered pair step along the plain slope.
+        # `fresh` marks problems without any remembered pair, which step along the plain slope.
         fresh = (moves == 0).all(2).all(0)
         lower, new, value, new_slope = self._search(state, self._direction(slope, moves, turns), evaluate)
         # Only a pair with sᵀ y > 0 keeps H positive definite, where s is the move and y the
@@ -149,7 +149,7 @@ class Lbfgs(Optimiser):
     ) -> Float[Tensor, "p q"]:
         """Return −H⁻¹ ∇f by the recursion over pairs of a move and the change of slope along it, the newest first."""
         # First loop, newest pair first: α_i = s_iᵀ q / y_iᵀ s_i, q ← q − α_i y_i. Empty pairs
-        # have y_iᵀ s_i = 0 and count nothing.
+        # have y_iᵀ s_i = 0 and add nothing.
         pairs = [(move, turn, _dot(move, turn)) for move, turn in zip(moves, turns, strict=True)]
         shares, q = [], slope
         for move, turn, product in pairs:
@@ -187,8 +187,8 @@ class Lbfgs(Optimiser):
             tried = x[rows] + t[:, None] * direction[rows]
             there, slope_there = evaluate(tried, rows)
             rise = there - value[rows]
-            # The parabola f + fall · t + c t² through the tried value has c = (rise − fall · t)
-            # / t² and its minimum at −fall / 2c.
+            # The parabola f + fall · t + c t² through the tried value has c = (rise − fall · t) / t²,
+            # and its minimum is at −fall / 2c.
             least = -fall * t / (2 * (rise / t - fall))
             share[rows] = least.nan_to_num(0.0).maximum(0.1 * t)
             # Armijo's condition: the decrease is at least a small part of what the slope promises.
@@ -269,8 +269,8 @@ def descend(
             if now - saved > _SAVE_EVERY:
                 _save(path, key, done, state)
                 saved = now
-    # This includes KeyboardInterrupt: the state is saved, and the interruption goes on.
     except BaseException:
+        # This includes KeyboardInterrupt: the state is saved, and the exception is raised again.
         if done > first:
             _save(path, key, done, state)
         raise

@@ -1,4 +1,9 @@
-"""Which slots a defense masked, as MJP does, read off ∂ℓ/∂E_pos, and what its linear system can determine."""
+"""Which slots a defense masked, as MJP does, read off ∂ℓ/∂E_pos, and what its linear system can determine.
+
+MJP shuffles some patches and removes the position embeddings of their slots, so that these get no gradient. Known is
+A = ∂ℓ/∂E_pos; sought are the masked slots: rows of A that are zero, or no larger than the noise. The functions at the
+end say whether Aᵀ X = ∂ℓ/∂W can determine the patches X.
+"""
 
 from jaxtyping import Bool, Float
 from torch import Tensor

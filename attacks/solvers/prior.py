@@ -100,7 +100,7 @@ class Smoothness:
             steps: steps of conjugate gradients.
             epsilon: if given, w_p = 1 / √(ε² + δ_pᵀ Γ⁻¹ δ_p) of X, one round of reweighted least squares; else w_p = 1.
         """
-        # A row of X has k = c · patch² entries.
+        # A row of X has k = c · patch² entries, so this is the side of a patch.
         patch = round((X.shape[2] / self.shape[0]) ** 0.5)
         grid = (self.shape[1] // patch, self.shape[2] // patch)
         pixels = slots_to_pixels(inside, grid, patch)[:, None].to(X)
@@ -192,8 +192,7 @@ class Windows:
         # A window counts if the smallest of its pixels' marks is 1; −max of −pixels is that minimum, b × 1 × windows.
         pixels = slots_to_pixels(inside, (self.shape[1] // patch, self.shape[2] // patch), patch)[:, None].to(X)
         whole = [-F.max_pool2d(-pixels, bank.shape[2:], 1) for bank in self.filters]
-        # `own` (b × m × m) is the inverse of one patch's energy in C. It is the
-        # preconditioner, and it is the same in all rounds.
+        # `own` (b × m × m) is the inverse of one patch's energy matrix in C, the preconditioner of all rounds.
         own, rows = torch.linalg.inv(self._of_patches(Y, patch).double()).to(X), free[..., None].to(X)
         # The first solution is that of φ(q) = q / 2, where all windows have weight 1.
         # It is where the reweighting starts.
@@ -255,8 +254,8 @@ class Windows:
         # A zero row of Y changes no image and would make H singular: its diagonal entry is 1.
         H = torch.diag_embed((Y == 0).all(2).to(Y))
         for bank in self.filters:
-            # The zeros around the patch let every window that overlaps it count. z is b ×
-            # m × responses, and H_ij = Σ z_i z_j.
+            # The zeros around the patch let every window that overlaps it count. z (b × m × responses) holds F x of
+            # each row of Y, and H_ij = ⟨z_i, z_j⟩.
             h, w = (side - 1 for side in bank.shape[2:])
             z = F.conv2d(F.pad(images, (w, w, h, h)), bank).reshape(*Y.shape[:2], -1)
             H = H + z @ z.mT

@@ -167,7 +167,7 @@ def patches_of_levels(
     step = (white - black) / levels
     (n, d), root = A.shape, weights.sqrt()[:, None]
     check_range(n < d, "number of patches", f"below the width {d}", n)
-    # The weighted equations Aᵀ √w X = G √w are factored as Q R (d × n times n × n) by
+    # The weighted equations √w Aᵀ X = √w G are factored as Q R (d × n times n × n) by
     # Gram-Schmidt, with columns in `order`.
     Q, R, order = A.mT * root, A.new_zeros(n, n), torch.arange(n, device=A.device)
     for i in range(n):  # the shortest column beyond the span of those before it is the next
@@ -179,7 +179,7 @@ def patches_of_levels(
         Q[:, i] /= R[i, i]
         R[i, i + 1 :] = Q[:, i] @ Q[:, i + 1 :]
         Q[:, i + 1 :] -= Q[:, i, None] * R[i, i + 1 :]
-    # R X = Qᵀ G √w is solved from the last row up. Each patch is rounded before it
+    # R X = Qᵀ √w G is solved from the last row up. Each patch is rounded before it
     # enters the equations of those above it.
     right, X = Q.mT @ (G * root), torch.zeros_like(G[:n])
     for i in reversed(range(n)):

@@ -105,7 +105,8 @@ class WeightMatching:
         order = _posterior(first, alpha)
         # Step 2, as long as an entry of the order is uncertain and the order still changes.
         while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN_PROBABILITY:
-            # The new S adds, to the invariant features, what all units of all layers say under their soft orders.
+            # The new S is the sum of that of step 1 and of what all units of all layers say under their soft orders. α
+            # stays that of step 1.
             scores = first + sum(
                 _feature_scores(e, b, kind, order, alpha)
                 for e, b in zip(encrypted.layers, base.layers, strict=True)
