@@ -3,6 +3,9 @@
 Each reads the b × t × d features of a batch and returns the images that they came from. `mae` and `conv` take row i for
 slot i, as in the paper's attack; `set` treats the rows as a set without an order; `token` decodes each row separately
 and predicts its slot.
+
+Known are the d-dimensional rows that a client released; sought are the images. All four networks whiten the rows, map
+them to a smaller width, mix them (attention, convolutions, or not at all), and map each slot linearly to its pixels.
 """
 
 import math
@@ -84,9 +87,12 @@ class Whitening(nn.Module):
         """Take the mean and the covariance from rows; directions of almost no variance stay small."""
         rows = rows.double()
         mean = rows.mean(0)
+        # C = V diag(values) Vᵀ; a small part of the mean variance is added, so that rounding
+        # in tiny directions is not enlarged.
         values, V = torch.linalg.eigh((rows - mean).mT @ (rows - mean) / len(rows))
         scale = (values.clamp(min=0) + 1e-4 * values.mean() + 1e-12).rsqrt()
         self.mean.copy_(mean)
+        # C^(−½) = V diag(scale) Vᵀ is symmetric: rows may be multiplied from the right without a transposition.
         self.matrix.copy_((V * scale) @ V.mT)
 
     def forward(self, z: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
@@ -139,6 +145,7 @@ class MaeDecoder(Decoder):
     def __init__(self, shape: Shape, width: int, depth: int) -> None:
         super().__init__(shape, width)
         self.inwards = nn.Linear(shape.width, width)
+        # Prefix tokens have no place in the image: their positions are zero rows before those of the slots.
         places = slot_positions(shape, width)
         self.register_buffer("positions", F.pad(places, (0, 0, shape.prefix, 0)), persistent=False)
         self.blocks = attention_blocks(width, depth)
@@ -146,7 +153,9 @@ class MaeDecoder(Decoder):
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
         """Return images."""
+        # b × t × d → b × t × width; each row gets the position of the slot that it is taken for.
         rows = self.blocks(self.inwards(self.whiten(features)) + self.positions)
+        # Drop the prefix tokens and map each row to its patch, b × n × (3 · patch²).
         return self.join(self.outwards(rows[:, self.shape.prefix :]))
 
 
@@ -168,6 +177,7 @@ class ConvDecoder(Decoder):
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
         """Return images."""
+        # Rows become the channels of a small image: b × n × d → b × d × grid height × grid width.
         rows = self.whiten(features)[:, self.shape.prefix :]
         return self.layers(rows.mT.unflatten(2, self.shape.grid)) + 0.5
 
@@ -193,9 +203,13 @@ class SetDecoder(Decoder):
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
         """Return images."""
+        # Attention without positions permutes its output as its input: the bag of rows has no order.
         bag = self.encoder(self.inwards(self.whiten(features)))
+        # The queries depend on the slot alone: its fixed position, mapped linearly,
+        # plus a learned vector. b × n × width.
         slots = (self.queries(self.positions) + self.slots).expand(len(bag), -1, -1)
         for look, block in zip(self.looks, self.blocks, strict=True):
+            # Each slot first reads the bag of rows, and then the slots exchange what they read.
             slots = block(look(slots, bag))
         return self.join(self.outwards(slots))
 
@@ -221,13 +235,17 @@ class TokenDecoder(Decoder):
     ) -> tuple[Float[Tensor, "b t k"], Float[Tensor, "b t t"]]:
         """Return the patch of each row, given its slot, and the scores of all slots for it, prefix tokens included."""
         rows = self.whiten(features)
+        # No row sees another one. The patch depends on the slot through a learned vector; the
+        # scores of slots are linear in the row.
         return self.outwards(self.layers(self.inwards(rows) + self.slots(slots))), self.place(rows)
 
     def objective(self, call: Callable[..., Any], seen: OwnRelease) -> Tensor:
         """Return the mean squared error of the patches, given their slots, and the cross-entropy of the slots."""
         t, prefix = seen.source.shape[1], self.shape.prefix
+        # `source` is the place of each row before the defense, counted over the batch: image · t + slot.
         image, slot = seen.source // t, seen.source % t
         patches, scores = call(seen.features, slot)
+        # The patch that the client embedded in that slot; −0.5, because zero means grey. Prefix tokens have no patch.
         wanted = patchify(seen.fed, self.shape.patch)[image, (slot - prefix).clamp(min=0)] - 0.5
         of_patch = slot >= prefix
         return F.mse_loss(patches[of_patch], wanted[of_patch]) + F.cross_entropy(scores.flatten(0, 1), slot.flatten())
@@ -239,12 +257,15 @@ class TokenDecoder(Decoder):
         b, t, _ = features.shape
         slots = torch.arange(t, device=features.device).expand(b, t)
         if order != "kept":
+            # scores[b, r, s] = log p(slot s | row r). The assignment with the greatest sum uses each slot once.
             scores = self.place(self.whiten(features)).detach().log_softmax(2).cpu()
+            # If all images share one order, their scores are added up and one assignment serves all.
             groups = scores.sum(0, keepdim=True) if order == "shared" else scores
             found = [torch.from_numpy(linear_sum_assignment(group, maximize=True)[1]) for group in groups.numpy()]
             slots = torch.stack(found).to(features.device).expand(b, t)
         rows = slots.argsort(1)[:, self.shape.prefix :]  # the row that each patch slot got
         patches, _ = self(features, slots)
+        # Patches are put in the order of their slots; the rows are returned as numbers over the whole batch.
         placed = patches.gather(1, rows[..., None].expand(-1, -1, patches.shape[2]))
         return self.join(placed).clamp(0, 1), rows + t * torch.arange(b, device=rows.device)[:, None]
 
@@ -287,6 +308,7 @@ class _Look(nn.Module):
         self.attention = nn.MultiheadAttention(width, width // HEAD_WIDTH, batch_first=True)
 
     def forward(self, slots: Float[Tensor, "b n e"], bag: Float[Tensor, "b t e"]) -> Float[Tensor, "b n e"]:
+        # Slots are the queries, rows are keys and values; the result is added to the slots.
         bag = self.of_bag(bag)
         return slots + self.attention(self.of_slots(slots), bag, bag, need_weights=False)[0]
 

@@ -85,6 +85,7 @@ class Trained(Checked, Generic[Network]):
         """
         if (count := len(_public(seen))) < LEAST_IMAGES:
             warn(f"A decoder trained on {count} public images is poor: its low score is no evidence of privacy.", 2)
+        # A stored network is used only if its file names the same key; the file's name holds a part of it.
         key = self.key(seen)
         path = cache_folder("decoders") / f"{self.kind}-{key[:32]}.safetensors"
         if (state := kept(path, key)) is not None:
@@ -136,9 +137,12 @@ def make_release(
         cut_layer: ℓ, the number of blocks that the client holds.
     """
     stack = Stack(tuple(defense))
+    # Each batch draws new seeds, so that the network cannot learn a key by heart.
     seeds = torch.randint(2**62, (len(images) + 2,), generator=draw).tolist()
     batch, key, *of_images = (Generator().manual_seed(seed) for seed in seeds)
     draws = Draws(images=of_images, batch=batch, model=key)
+    # The client's two stages: defenses on images give what is fed to the embedding,
+    # those on features give what is sent.
     feed = stack.feed(images, model.patch, draws.images, len(images), draws.model)
     sent = send(model, feed, stack, draws, cut_layer)
     return OwnRelease(
@@ -172,6 +176,7 @@ class PairTrained(Trained[Network]):
         found = []
         for rows in torch.arange(self.releases).split(at_a_time):
             images = public[(rows % len(public)).to(public.device)]
+            # The first pass over the public images shows them as they are; later passes are mirrored and rolled.
             again = int(rows[0]) >= len(public)
             found.append(release(mirrored_and_rolled(images, draw) if again and self.augment else images))
         inputs, images = (torch.cat(parts) for parts in zip(*found, strict=True))

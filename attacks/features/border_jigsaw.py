@@ -1,4 +1,8 @@
-"""`border-jigsaw`: permuted rows without position embeddings, inverted and put together by their borders."""
+"""`border-jigsaw`: permuted rows without position embeddings, inverted and put together by their borders.
+
+Known are rows W x + β in an unknown order; sought are the images. The steps are in `privlab.attacks.rows.by_borders`:
+invert each row to a patch, compare the borders of all pairs of patches, and put the patches on the grid.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -60,6 +64,8 @@ class BorderJigsaw(Checked):
         """
         warn_of_moves(self.name, seen, rows=True)
         device = seen.model.mean.device
+        # The predictor adds −log p(slot | patch) to the border costs; it must have been
+        # trained for this grid and patch size.
         found = load_predictor(predictor_file(self.predictor), device) if self.predictor else None
         if found is not None:
             found.check(seen.model.grid, seen.model.patch)

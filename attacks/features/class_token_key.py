@@ -1,4 +1,8 @@
-"""`class-token-key`: the key of permuted columns, from the one row that is the same for every image."""
+"""`class-token-key`: the key of permuted columns, from the one row that is the same for every image.
+
+Known are the rows with their columns in an unknown order c, and the public row of each prefix token; sought is c. First
+`_prefix_rows` finds the prefix tokens' rows among those released, then `_columns` matches their entries.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -59,9 +63,12 @@ def _prefix_rows(
 ) -> Float[Tensor, "p d"]:
     """Return the row of each prefix token, averaged over the batch; it is found by its place or its sorted values."""
     if effects(seen).rows == "kept":
+        # Rows in place: the first p rows of each image, averaged over the batch to reduce noise.
         return features[:, : len(prefix)].mean(0)
     b = len(features)
     rows = features.flatten(0, 1)
+    # Sorting makes a row independent of the order of its columns. The b · t sorted rows are compared with each sorted
+    # token, and the b nearest are averaged.
     ranked = rows.sort(1).values
     nearest = [ranked.sub(token.sort().values).square().sum(1).topk(b, largest=False).indices for token in prefix]
     return torch.stack([rows[chosen].mean(0) for chosen in nearest])
@@ -69,6 +76,9 @@ def _prefix_rows(
 
 def _columns(found: Float[Tensor, "p d"], known: Float[Tensor, "p d"]) -> Int[Tensor, " d"]:
     """Return the key c with found[:, k] ≈ known[:, c(k)]; for one row the best assignment is that of sorted values."""
+    # The entry of rank r among the found values is matched with that of rank r among the
+    # known ones: `argsort` twice gives r.
     if len(found) == 1:
         return known[0].argsort()[found[0].argsort().argsort()]
+    # Several tokens: cost[k, j] = Σ_p (found_pk − known_pj)², d × d.
     return least_cost(torch.cdist(found.mT, known.mT).square())[1]

@@ -1,4 +1,9 @@
-"""`column-statistics`: the key of permuted columns, from the second moments of the patches' rows alone."""
+"""`column-statistics`: the key of permuted columns, from the second moments of the patches' rows alone.
+
+Known are rows with their columns in an unknown order, and tokens of public images; sought is the key c, where entry k
+of a released row is entry c(k) of a token. `places` below is the inverse: entry i of a token was sent as entry
+places[i].
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -59,6 +64,7 @@ class ColumnStatistics(Checked):
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""
+        # All rows count, whatever their image and slot: the key is the same for all.
         rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
         return reassemble(seen, self.columns(rows, public, effects(seen).noise_std))
@@ -75,8 +81,13 @@ class ColumnStatistics(Checked):
         """
         m, μ = rows.mean(0), public.mean(0)
         eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+        # Covariances as sent (S) and as in public (S0). The noise adds noise² to each
+        # variance and does not depend on the order.
         S, S0 = rows.mT.cov(correction=0), public.mT.cov(correction=0) + noise**2 * eye
+        # Start: an assignment by means and variances, then by products of covariances.
+        # Both are fast, neither minimises f.
         places = _by_products(m, S, μ, S0, _by_moments(m, S, μ, S0)).argsort()
+        # Λ, regularised; then f(p) = tr(Λ R[p, p]) − 2 (Λ μ)ᵀ m[p], with R = S + m mᵀ the second moment.
         precision = torch.linalg.inv(S0 + self.ridge * S0.diagonal().mean() * eye)
         return _by_swaps(precision, precision @ μ, S + m.outer(m), m, places).argsort()
 
@@ -84,6 +95,7 @@ class ColumnStatistics(Checked):
 def _by_moments(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor) -> Int[Tensor, " d"]:
     """Assign columns by their means and the logarithms of their variances."""
     tiny = torch.finfo(S.dtype).tiny
+    # Each column is a point (mean, log variance). Means are in units of their spread over the columns.
     seen = torch.stack([m / μ.std(correction=0).clamp_min(tiny), S.diagonal().clamp_min(tiny).log()], 1)
     known = torch.stack([μ / μ.std(correction=0).clamp_min(tiny), S0.diagonal().clamp_min(tiny).log()], 1)
     return least_cost(torch.cdist(seen, known).square())[1]
@@ -92,6 +104,8 @@ def _by_moments(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor) -> Int[Tensor, " d
 def _by_products(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor, key: Int[Tensor, " d"]) -> Int[Tensor, " d"]:
     """Assign each column by its products with all others under the current assignment, until that is stable."""
     for _ in range(50):
+        # Column k fits column j by Σ_l S_kl S0_c(l)j + m_k μ_j: by its products with all
+        # others, put where the last key has them.
         before, key = key, least_cost(-(S @ S0[key] + m.outer(μ)))[1]
         if torch.equal(before, key):
             break
@@ -104,17 +118,23 @@ def _by_swaps(A: Tensor, v: Tensor, R: Tensor, m: Tensor, places: Int[Tensor, " 
     A swap of i and j changes f by (a_ii − a_jj)(b_jj − b_ii) + 2 Σ_{k≠i,j} (a_ik − a_jk)(b_jk − b_ik) − 2 (v_i − v_j)
     (m_j − m_i), with B = R[p, p]. C = A B gives the sums of all pairs at once, and a swap changes C by rank one.
     """
+    # All arrays are kept in the order p, so that a swap exchanges entries: B = R[p, p], m = m[p].
     p, B = places.clone(), R[places][:, places]
     a, m, C = A.diagonal(), m[places], A @ B
     while True:
         b, c = B.diagonal(), C.diagonal()
+        # Σ_k (a_ik − a_jk)(b_jk − b_ik) = C_ij + C_ji − C_ii − C_jj over all k; then the terms
+        # of k = i and of k = j are taken off.
         others = C + C.mT - c - c[:, None] - (a[:, None] - A) * (B - b[:, None]) - (A - a) * (b - B)
         change = (a[:, None] - a) * (b - b[:, None]) + 2 * others - 2 * (v[:, None] - v) * (m - m[:, None])
+        # The best of all d² swaps is made, until none lowers f by more than rounding.
         i, j = divmod(int(change.argmin()), len(p))
         if change[i, j] > -LEAST_CHANGE:
             return p
         pair, back = [i, j], [j, i]
         p[pair], m[pair] = p[back], m[back]
+        # C = A B: exchange the columns of B and C; after the exchange of B's rows, C
+        # changes by (A_i − A_j) (B_i − B_j)ᵀ.
         B[:, pair] = B[:, back]
         C[:, pair] = C[:, back]
         B[pair] = B[back]

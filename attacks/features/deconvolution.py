@@ -1,4 +1,8 @@
-"""`deconvolution`: an image that was filtered before it was embedded, by an adversary that knows the filter."""
+"""`deconvolution`: an image that was filtered before it was embedded, by an adversary that knows the filter.
+
+Known are the rows of filtered images y = B x + error; sought are the images x. The filter B is measured, μ, Φ and S are
+fitted to public photographs, and x = μ + Φ S^½ v is Wiener's estimate of each principal colour separately.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,15 +64,19 @@ class Deconvolution:
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images before the filter."""
         warn_of_moves(self.name, seen)
+        # B acts on the p = h · w pixels of each channel; `deviation` holds the roots of
+        # S, one row for each principal colour.
         B = linear_filter(seen)
         y, σ = _filtered(seen, B)
         μ, colours, Φ, deviation = _prior(seen.public.to(y))
         misfit = (y.flatten(2) - μ[:, None] @ B.sum(1)[None]).mT @ colours / σ  # b × pixels × colours
         found = []
+        # In colour k: minimise ‖A v − misfit‖² + ‖v‖² with A = B Φ diag(s) / σ, so v = (Aᵀ A + I)⁻¹ Aᵀ misfit (p × b).
         for k, s in enumerate(deviation):
             A = B @ (Φ * s) / σ
             G = A.mT @ A + torch.eye(len(s), dtype=A.dtype, device=A.device)
             found.append(Φ @ (s[:, None] * torch.cholesky_solve(A.mT @ misfit[:, :, k].mT, torch.linalg.cholesky(G))))
+        # From principal colours back to channels, and the mean colour added.
         x = torch.einsum("kpb,ck->bcp", torch.stack(found), colours) + μ[:, None]
         return Reconstruction(x.view_as(y).clamp(0, 1).to(seen.features.dtype))
 
@@ -96,10 +104,14 @@ def _measured_filter(
     pixels = torch.eye(h * w, dtype=torch.float64, device=device)
 
     def apply(images: Tensor, seed: int = 0) -> Tensor:
+        # The difference from grey, per unit of the change: for a linear filter this is B applied to the image.
         grey = _feed(defense, 0.5 + 0 * images[:1], patch, seed)
         return (_feed(defense, 0.5 + SWING * images, patch, seed) - grey) / SWING
 
+    # Rows of the identity are images of one pixel; their responses become the columns of B.
     B = torch.cat([apply(part.view(-1, 1, h, w).expand(-1, c, h, w))[:, 0] for part in pixels.split(256)]).flatten(1).mT
+    # A random colour image under another seed: B explains it only if F is linear, equal
+    # for all channels and without draws.
     image = torch.rand(1, c, h, w, dtype=torch.float64, generator=Generator().manual_seed(0)).to(device)
     apart = (apply(image, seed=1).flatten(2) - image.flatten(2) @ B.mT).abs().max()
     return B if float(apart) < LINEAR else pixels
@@ -121,6 +133,7 @@ def _filtered(seen: FeatureObservation, B: Float[Tensor, "p p"]) -> tuple[Float[
         return unpatchify(patches, model.image_shape) * model.std + model.mean
 
     public = seen.public[:MOST_IMAGES].to(model.mean)
+    # σ: public images take the client's way (filter, embedding, noise), are read from the rows, and compared with B x.
     rows = model.embed(_feed(Stack(seen.defense), public, model.patch)).detach()
     rows = rows + noise * torch.randn(rows.shape, generator=Generator().manual_seed(0)).to(rows)
     error = (read(rows).flatten(2) - public.double().flatten(2) @ B.mT).square().mean().sqrt()
@@ -134,12 +147,17 @@ def _prior(
     h, w = public.shape[2:]
     μ = public.mean((0, 2, 3))
     centred = public - μ[:, None, None]
+    # Principal colours: eigenvectors of the colours' second moments, c × k.
     _, colours = torch.linalg.eigh(torch.einsum("bchw,bdhw->cd", centred, centred))
+    # The columns of Φ (p × p) are orthonormal cosine images, products of one cosine down and one across.
     down, across = (torch.from_numpy(dct(np.eye(n), norm="ortho")).to(public) for n in (h, w))
     Φ = torch.kron(down, across)
     power = (torch.einsum("bcp,ck->bkp", centred.flatten(2), colours) @ Φ).square().mean(0)
+    # A power law: log power = a + b log frequency, fitted by least squares for each colour. The
+    # constant gets half the lowest frequency.
     i, j = torch.meshgrid(torch.arange(h) / h, torch.arange(w) / w, indexing="ij")
     frequency = (i.square() + j.square()).sqrt().clamp_min(0.5 / max(h, w)).log().to(public).flatten()
     design = torch.stack([torch.ones_like(frequency), frequency], 1)
     logs = power.clamp_min(torch.finfo(power.dtype).tiny).log().mT
+    # Half the fitted log power is the logarithm of the standard deviation, k × p.
     return μ, colours, Φ, (design @ torch.linalg.lstsq(design, logs).solution / 2).exp().mT

@@ -1,4 +1,8 @@
-"""`depth-optimisation`: features behind the first blocks inverted by an adversary that knows these blocks."""
+"""`depth-optimisation`: features behind the first blocks inverted by an adversary that knows these blocks.
+
+Known are the rows z behind ℓ blocks and the weights of these blocks; sought are the images. A linear map gives the
+start, and Adam changes whitened patches v until the features of the images agree with z.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,10 +76,12 @@ class DepthOptimisation(Checked):
         """Reconstruct the images that the client fed."""
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
         warn_of_moves(self.name, seen)
+        # The start: each row mapped affinely to a patch, by the map fitted to public images.
         z = undone(seen)[:, prefix:].to(model.mean)
         coefficients, variance = _fit_rows(model, seen.public, seen.cut_layer)
         start = (z.double() @ coefficients[1:] + coefficients[0]).to(z)
         μ, S = patch_statistics(model, seen.public)
+        # S = V Λ Vᵀ: v = Λ^(−½) Vᵀ (x − μ), and x = μ + V Λ^½ v. In the code patches are rows.
         values, V = torch.linalg.eigh(S)
         forth, back, μ = (x.to(z) for x in ((V / values.sqrt()), (V * values.sqrt()).mT, μ))
         v = ((start - μ) @ forth).requires_grad_()
@@ -85,6 +91,8 @@ class DepthOptimisation(Checked):
             with gradients_enabled():
                 images = unpatchify(v @ back + μ, model.image_shape) * model.std + model.mean
                 rows = model.client_blocks(model.embed(images), seen.cut_layer)[:, prefix:]
+                # The three terms of the class docstring, one value for each image; the images are
+                # independent, so their sum is differentiated.
                 misfit = (rows - z).square().mean((1, 2)) / variance
                 cost = misfit + self.prior * v.square().mean((1, 2)) + self.tv * total_variation(images)
             (v.grad,) = torch.autograd.grad(cost.sum(), [v])
@@ -108,6 +116,7 @@ def _fit_rows(
     Z = torch.cat(made).flatten(0, 1).double()
     X = patchify(model.normalise(images), model.patch).flatten(0, 1).double()
     mean, centre = Z.mean(0), X.mean(0)
+    # Ridge regression on centred rows: slopes = (Zᵀ Z + ridge · I)⁻¹ Zᵀ X. The constant follows from the means.
     A = (Z - mean).mT @ (Z - mean)
     variance = A.diagonal().mean()
     A += RIDGE * variance * torch.eye(len(A), dtype=A.dtype, device=A.device)

@@ -1,4 +1,8 @@
-"""`least-squares` and `feature-optimisation`: the embedding inverted by an adversary that knows its weights."""
+"""`least-squares` and `feature-optimisation`: the embedding inverted by an adversary that knows its weights.
+
+Known are the rows z = W x + β + e of each patch, in their order; sought are the patches. `LeastSquares` inverts each
+row in closed form; `FeatureOptimisation` starts there and searches over whole images with a penalty on rough ones.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,13 +107,17 @@ class FeatureOptimisation(Checked):
         """Reconstruct the images that the client embedded."""
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
         warn_of_moves(self.name, seen)
+        # The start is kept away from 0 and 1, where the sigmoid is flat.
         u = model.to_images(_patches(seen, "ridge")).clamp(0.02, 0.98).logit()
         W = (model.vit.patch_embed.proj.weight.detach() / model.std).flatten(1)  # acts on pixels in [0, 1]
+        # F₁(x) − F₁(0) is linear in the pixels, so W X is compared with z − F₁(0), and no
+        # normalisation is needed in the loop.
         wanted = (seen.features - model.embed(torch.zeros_like(u)))[:, prefix:]  # F₁ is affine
         weight = self.tv + self.tv_noise * _known_noise(seen) ** 2
         adam = torch.optim.Adam([u], lr=self.learning_rate, fused=True)
         for _ in range(self.steps):
             images = u.sigmoid()
+            # The gradient by x, then by u: dx/du = x (1 − x) for x = sigmoid(u).
             slope = _slope_of_misfit(images, W, wanted, model.patch) + weight * _slope_of_variation(images)
             u.grad = slope * images * (1 - images)
             adam.step()
@@ -121,6 +129,7 @@ def _slope_of_misfit(
 ) -> Float[Tensor, "b c h w"]:
     """Return ∂(‖X Wᵀ − wanted‖² / D)/∂x of each image by two products instead of a convolution's backward pass."""
     _, c, h, w = images.shape
+    # Per image: the derivative of ‖r‖² / D with r = X Wᵀ − wanted is 2 r W / D, with D = N · d entries.
     residual = patchify(images, patch) @ W.mT - wanted
     return unpatchify(residual @ W * (2 / residual[0].numel()), (c, h, w))
 
@@ -129,6 +138,7 @@ def _slope_of_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c 
     """Return ∂TV/∂x of each image; TV is the mean absolute difference of neighbouring pixels, across and down."""
     slope = torch.zeros_like(images)
     for side in (2, 3):
+        # d|x_q − x_p| has the sign of the difference at the later pixel q and the opposite sign at p.
         step = images.diff(dim=side).sign()
         step /= step[0].numel()
         slope.narrow(side, 1, step.shape[side]).add_(step)

@@ -1,4 +1,8 @@
-"""`inversion-mae`, `-conv`, `-set` and `-token`: a decoder trained on what public images become under the defense."""
+"""`inversion-mae`, `-conv`, `-set` and `-token`: a decoder trained on what public images become under the defense.
+
+Known are the client's part of the model and the defense, both as something to run; sought is a map from features to
+images. Public images are released by the adversary (`Inversion.batch`), a decoder is trained on them, and applied.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,6 +64,7 @@ class _Inversion(Trained[Decoder]):
         """
         if (channels := seen.model.image_shape[0]) != 3:
             raise PrivlabError(f"{self.kind} decoders paint RGB images. Found a victim of {channels} channels.")
+        # From the cache, or trained now; then one forward pass over the released rows.
         decoder = self.network(seen)
         order = effects_of(seen.model, seen.defense).rows
         with torch.no_grad():
@@ -85,6 +90,7 @@ class Inversion:
 
     def __init__(self, seen: FeatureObservation, attack: _Inversion, decoder: Decoder) -> None:
         self.seen, self.attack, self.model = seen, attack, decoder
+        # The whitening is fixed before the training, from the adversary's releases.
         decoder.whiten.fit(self._rows())
 
     def __len__(self) -> int:
@@ -111,6 +117,7 @@ class Inversion:
     def _rows(self) -> Float[Tensor, "m d"]:
         """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
         draw = draw_for(self.attack.seed, "", "whitening")
+        # At most 256 public images in batches of 32, each under another key.
         batches = torch.randperm(len(self), generator=draw)[:256].split(32)
         return torch.cat([self.batch(rows, draw).features.flatten(0, 1) for rows in batches])
 

@@ -1,4 +1,8 @@
-"""`map-inversion`: embedded patches behind noise, by an adversary that knows how strong the noise is."""
+"""`map-inversion`: embedded patches behind noise, by an adversary that knows how strong the noise is.
+
+Known are noisy rows z and the noise's σ; sought are all patches X of an image. Each round replaces the sparse prior by
+its quadratic bound at the last X (`Smoothness.curvature`) and minimises the sum by conjugate gradients.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -64,21 +68,28 @@ class MapInversion(Checked):
         """Reconstruct the images that the client embedded."""
         model, done = seen.model, effects(seen)
         σ, placing = done.noise_std, done.rows != "kept" and Capability.POSITION_EMBEDDINGS in seen.grants
+        # Without noise the likelihood alone determines what W keeps, and the closed forms are the answer.
         if σ == 0:
             return (PEAssignment() if placing else LeastSquares())(seen)
         warn_of_moves(self.name, seen, rows=placing)
+        # The number of the row for each slot; its position embedding is subtracted, and Wiener's estimate is the start.
         order = PEAssignment().rows(seen) if placing else rows_as_sent(seen)
         rows = (undone(seen).flatten(0, 1)[order] - known_tokens(model)[1]).double()
         X = invert_rows(model, rows, seen.public, noise=σ)
         proj = model.vit.patch_embed.proj
         W = proj.weight.detach().flatten(1).to(X)
         z = rows if proj.bias is None else rows - proj.bias.detach().to(X)
+        # The likelihood's gradient by a patch is A x − pull, with A = Wᵀ W / σ² (K × K) and pull = Wᵀ (z − β) / σ².
         A, pull = W.mT @ W / σ**2, z @ W / σ**2
         prior = Smoothness(model.image_shape, colour_gradients(model, seen.public).to(X))
+        # The preconditioner takes the prior for a multiple of the identity: one K × K
+        # inverse for all patches and rounds.
         scale = 2 * self.strength * float(prior.covariance.diagonal().reciprocal().mean())
         near = torch.linalg.inv(A + scale * torch.eye(len(A), dtype=A.dtype, device=A.device))  # preconditions
         for _ in range(self.rounds):
             H = prior.curvature(X, self.epsilon)
+            # −gradient at X; H X is the gradient of the prior there. The V of
+            # (A + strength · H) V = −gradient leads to the minimum X + V of the bound.
             downhill = pull - X @ A - self.strength * H(X)
             X = X + conjugate_gradients(
                 lambda V, H=H: V @ A + self.strength * H(V), downhill, self.steps, lambda V: V @ near

@@ -1,4 +1,9 @@
-"""`map-unet`: what `map-inversion` makes of noisy features, corrected by a network that saw what noise does to it."""
+"""`map-unet`: what `map-inversion` makes of noisy features, corrected by a network that saw what noise does to it.
+
+Known are noisy rows of the client, and the client's part of the model to run; sought are the images. `_own_starts`
+inverts noisy releases of public images that the adversary makes, a U-Net learns their errors, and it corrects what the
+same inversion makes of the client's rows.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +96,7 @@ class MapUNet(PairTrained["UNet"]):
         """Reconstruct the images that the client embedded."""
         if effects(seen).noise_std == 0:
             return STARTS[0](seen)
+        # Both starts of the client's release are the U-Net's input, b × (2 c) × h × w.
         unet = self.network(seen)
         with torch.no_grad():
             images = unet(_started(STARTS, seen)).clamp(0, 1)
@@ -145,14 +151,18 @@ class UNet(nn.Module):
     def forward(self, x: Float[Tensor, "b s h w"]) -> Float[Tensor, "b c h w"]:
         """Return images, which may leave [0, 1]."""
         height, width = x.shape[2:]
+        # Both sides are padded to multiples of the coarsest scale; the border's pixels are repeated.
         h = self.inwards(F.pad(x - 0.5, (0, -width % SCALE, 0, -height % SCALE), mode="replicate"))
         finer = []
         for before, down in zip(self.before, self.down, strict=True):
+            # Downwards: keep the map of this scale, then halve its sides and double its channels.
             finer.append(before(h))
             h = down(finer[-1])
         h = self.coarsest(h)
         for kept, up, after in reversed(list(zip(finer, self.up, self.after, strict=True))):
+            # Upwards: double the sides and add the map that was kept at this scale.
             h = after(kept + up(h))
+        # The correction is added to the first image, and the padding is cut off.
         return x[:, : self.channels] + self.outwards(h)[:, :, :height, :width]
 
 

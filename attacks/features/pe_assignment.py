@@ -1,4 +1,8 @@
-"""`pe-assignment`: permuted rows return to their slots, because each contains the position embedding of its slot."""
+"""`pe-assignment`: permuted rows return to their slots, because each contains the position embedding of its slot.
+
+Known are rows z = W x + β + e_s in an unknown order and the embeddings e_s; sought is the order, then the images. The
+steps are in `privlab.attacks.rows`: `row_costs` and `place_rows` find the order, `invert` the patches.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar

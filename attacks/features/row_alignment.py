@@ -1,4 +1,8 @@
-"""`row-alignment`: rows with a permutation for each image are aligned with one another, without the embeddings."""
+"""`row-alignment`: rows with a permutation for each image are aligned with one another, without the embeddings.
+
+Known are the rows of b images, each in an unknown order, with embeddings e_s that all images share; sought are the
+images. `__call__` finds the patches' rows, aligns them (1), orders the slots (2), estimates e_s and inverts (3).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -84,18 +88,25 @@ class RowAlignment(Checked):
             raise PrivlabError(
                 "row-alignment needs rows that stay with their image. Found rows mixed among images: use pe-assignment."
             )
+        # (μ, Σ) of W x + β + noise over public patches.
         law = patch_law(model, seen.public, noise)
         prefix, known = known_tokens(model)
         public = known if Capability.POSITION_EMBEDDINGS in seen.grants else None
+        # rows: b × N numbers of the patches' rows over the batch. Z: these rows
+        # without μ, so that a row is e_s + N(0, Σ).
         rows = _patch_rows(features, len(prefix), kind)
         Z = features.flatten(0, 1)[rows] - law[0]
+        # Step 1: after the alignment, row i of all images belongs to one slot, which is not known yet.
         if kind == "own":
             rows = rows.gather(1, self._align(Z, law[1], Z[0] if public is None else public))
             Z = features.flatten(0, 1)[rows] - law[0]
+        # The mean over the images is u_s = e'_s + N(0, Σ/b). τ² is how far e'_s is from the public embedding.
         drift = _drift(Z.mean(0), public, law[1] / len(Z))
+        # Step 2: one order of the slots for all images.
         if kind != "kept":
             order = self._order(seen, Z, law, public, drift)
             rows, Z = rows[:, order], Z[:, order]
+        # Step 3: subtract the estimated embedding, add μ again, and invert.
         pe = _posterior(Z.mean(0), public, law[1] / len(Z), drift)
         return Reconstruction(model.to_images(invert(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
 
@@ -105,10 +116,13 @@ class RowAlignment(Checked):
         """Return, for each image, the order of its rows that follows the signatures of the slots."""
         order = torch.zeros(Z.shape[:2], dtype=torch.long, device=Z.device)
         for _ in range(self.iterations):
+            # gain[i, r, s] = z_irᵀ Σ⁻¹ u_s: of the log-likelihood of row r in slot s, the
+            # part that an assignment depends on.
             gain = Z @ torch.linalg.solve(covariance, signatures.mT)
             before, order = order, place_rows(-gain, "own") % Z.shape[1]
             if torch.equal(order, before):
                 break
+            # As in k-means: the signature of a slot is the mean of the rows assigned to it, one of each image.
             signatures = Z.gather(1, order[..., None].expand_as(Z)).mean(0)
         return order
 
@@ -122,10 +136,14 @@ class RowAlignment(Checked):
     ) -> Int[Tensor, " n"]:
         """Return which of the aligned rows belongs in which slot, by the borders and the public embeddings."""
         model, noise, u = seen.model, effects(seen).noise_std, Z.mean(0)
+        # Without u_s a patch is the mean patch plus its difference from the slot's mean: borders
+        # still match, and no embedding is left in it.
         patches, floor = invert(model, Z - u + law[0], seen.public, noise)
         costs = summed_costs(pixels(model, patches), floor)
         places = None
         if public is not None:
+            # −log N(u; e_s, τ² I + Σ/b) but for a constant: with L Lᵀ = τ² I + Σ/b, half the
+            # squared distance of L⁻¹ u and L⁻¹ e_s.
             L = torch.linalg.cholesky(_spread(law[1] / len(Z), drift))
             near, slots = (torch.linalg.solve_triangular(L, x.mT, upper=False).mT for x in (u, public))
             places = torch.cdist(slots, near).square() / 2
@@ -137,12 +155,16 @@ def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: RowOrder) -> Int
     b, t, _ = features.shape
     if kind == "own":
         apart = torch.cdist(features[:1], features)  # row of the first image × row of each
+        # A prefix row has an equal in every image: of the first image's rows, the p with the
+        # least summed distances are the prefix.
         same = apart.min(2).values.sum(0).topk(p, largest=False).indices
         fixed = apart[:, same].argmin(2)
     elif kind == "shared":
+        # One order for all images: the p places whose rows vary least over the images.
         fixed = features.var(0).sum(1).topk(p, largest=False).indices.expand(b, -1)
     else:
         fixed = torch.arange(p, device=features.device).expand(b, -1)
+    # All rows but these, as numbers over the batch, in the order in which they were sent.
     patch = torch.ones(b, t, dtype=torch.bool, device=features.device).scatter_(1, fixed, value=False)
     return patch.flatten().nonzero().view(b, t - p)
 
@@ -157,11 +179,13 @@ def _drift(u: Float[Tensor, "n d"], public: Float[Tensor, "n d"] | None, covaria
     Along each eigenvector of Σ/b, with eigenvalue λ, the second moment of the u_s is that of the e_s plus τ² + λ. The
     differences are weighted by 1/(τ² + λ)², the precision of a second moment; this is iterated, because it contains τ².
     """
+    # Along eigenvector j: E (Vᵀ u)_j² = E (Vᵀ e)_j² + τ² + λ_j, so `excess` estimates τ² in each direction.
     λ, V = torch.linalg.eigh(covariance)
     known = 0 if public is None else (public @ V).square().mean(0)
     excess = (u @ V).square().mean(0) - known - λ
     drift = excess.mean().clamp_min(0)
     for _ in range(50):
+        # The mean of the excess, weighted by 1 / (τ² + λ)²; τ² cannot be negative.
         weight = (drift + λ) ** -2
         drift = ((weight * excess).sum() / weight.sum()).clamp_min(0)
     return float(drift)
@@ -171,5 +195,6 @@ def _posterior(
     u: Float[Tensor, "n d"], public: Float[Tensor, "n d"] | None, covariance: Float[Tensor, "d d"], drift: float
 ) -> Float[Tensor, "n d"]:
     """Return E[e'_s | u_s] with u_s = e'_s + N(0, Σ/b) and e'_s ~ N(e_s, τ² I)."""
+    # e_s + τ² (τ² I + Σ/b)⁻¹ (u_s − e_s): near u_s for a large drift, near the public e_s for a small one.
     prior = torch.zeros_like(u) if public is None else public
     return prior + drift * torch.linalg.solve(_spread(covariance, drift), (u - prior).mT).mT

@@ -1,4 +1,11 @@
-"""What the attacks on released features share: which row belongs in which slot."""
+"""What the attacks on released features share: which row belongs in which slot.
+
+Known are the released rows and the distribution of rows in each slot; sought is the slot of each row.
+
+1. `undone` checks the features, and `known_tokens` and `patch_law` give what is public: tokens, e_s, μ and Σ.
+2. `row_costs`: −2 log-likelihood of each row in each slot.
+3. `place_rows`: the assignment of least cost, for each image or for the batch, as the defense moves rows.
+"""
 
 import torch
 from jaxtyping import Float, Int, Real
@@ -75,6 +82,7 @@ def undone(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -
 def known_tokens(model: VictimModel) -> tuple[Float[Tensor, "p d"], Float[Tensor, "n d"]]:
     """Return the class and register tokens as they are sent, and the position embeddings of the patches (or zeros)."""
     h, w = model.grid
+    # The rows of any image show the prefix tokens, which do not depend on it. Patches are the last h · w rows.
     tokens = model.embed(model.mean.new_zeros(1, *model.image_shape))[0].detach().double()
     pe = model.vit.pos_embed
     prefix, patches = tokens[: -h * w], tokens[-h * w :]
@@ -96,6 +104,7 @@ def patch_law(
     """
     if not len(public):
         raise PrivlabError("The law of patches is taken from public images. Found none: give one or more.")
+    # The projection alone, without position embeddings: W x + β of all patches, (images · N) × D.
     proj = model.vit.patch_embed.proj(model.normalise(public[:MOST_IMAGES].to(model.mean)))
     rows = proj.flatten(2).mT.flatten(0, 1).detach().double()
     covariance = rows.mT.cov(correction=0)
@@ -123,15 +132,20 @@ def row_costs(
         noise: standard deviation of the noise on an entry of the rows, ≥ 0.
     """
     mean, covariance, prefix, pe = (x.to(features.dtype) for x in (*law, prefix, pe))
+    # With Σ = L Lᵀ, rows and embeddings are multiplied by L⁻¹: the Mahalanobis distance
+    # (z − μ − e_s)ᵀ Σ⁻¹ (z − μ − e_s) becomes a squared length.
     L = torch.linalg.cholesky(covariance)
     rows = torch.linalg.solve_triangular(L, (features - mean).mT, upper=False).mT
     slots = torch.linalg.solve_triangular(L, pe.mT, upper=False).mT
+    # The logarithm of the covariance's determinant is twice the sum of log L_ii.
     patch = _squares(rows, slots) + 2 * L.diagonal().log().sum()
     known = noise**2 + RIDGE**2 * covariance.diagonal().mean()  # above rounding, even without noise
+    # A prefix row is its public value with white noise: ‖z − c‖² / variance + D log variance. b × t × (p + N).
     return torch.cat([_squares(features, prefix) / known + len(L) * known.log(), patch], 2)
 
 
 def _squares(rows: Float[Tensor, "b t d"], slots: Float[Tensor, "s d"]) -> Float[Tensor, "b t s"]:
+    # ‖z‖² − 2 zᵀ e + ‖e‖², which needs no b × t × s × d tensor.
     return rows.square().sum(2, keepdim=True) - 2 * rows @ slots.mT + slots.square().sum(1)
 
 
@@ -142,12 +156,15 @@ def place_rows(costs: Float[Tensor, "b t s"], kind: RowOrder) -> Int[Tensor, "b 
     """
     b, t, s = costs.shape
     if kind == "mixed":
+        # All b · t rows compete for b copies of each slot: one assignment of bt × bs costs.
         rows = _assign(costs.flatten(0, 1).repeat(1, b)[None])[0]
         return rows.view(b, s).to(costs.device)
     if kind == "kept":
         rows = torch.arange(s).expand(b, s)
     else:
+        # One order for the batch: likelihoods of all images add up. Otherwise each image has a separate assignment.
         rows = _assign(costs.sum(0, keepdim=True) if kind == "shared" else costs).expand(b, s)
+    # Rows are numbered over the whole batch: image · t + row.
     return (rows + t * torch.arange(b)[:, None]).to(costs.device)
 
 

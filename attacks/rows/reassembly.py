@@ -1,4 +1,11 @@
-"""What the attacks on released features share: images from rows, put in their slots by embeddings or by borders."""
+"""What the attacks on released features share: images from rows, put in their slots by embeddings or by borders.
+
+Known are the released rows of a batch; sought are the images, so the slot of each row has to be found too.
+
+- `by_embeddings`: place rows by their position embeddings, subtract these and invert. Rows that were mixed among images
+  are then grouped into images by their borders (`_groups`).
+- `by_borders`: rows without position embeddings are inverted first, and the patches put together by their borders.
+"""
 
 import numpy as np
 import torch
@@ -31,8 +38,10 @@ def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = 
     """
     model, features = seen.model, undone(seen, columns)
     pe = known_tokens(model)[1]
+    # rows: b × N numbers of rows over the batch. Without e_s, each is W x + β + ε, which `invert` turns into a patch.
     rows = place(seen, features, pe)
     patches, floor = invert(model, features.flatten(0, 1)[rows] - pe, seen.public, effects(seen).noise_std)
+    # Each slot has b patches in any order; `group` says which of them is image i's.
     if effects(seen).rows == "mixed":
         group = _groups(pixels(model, patches), rows // features.shape[1], model.grid, floor)
         rows, patches = rows.gather(0, group), patches.gather(0, group[..., None].expand_as(patches))
@@ -67,6 +76,7 @@ def by_borders(
             "position embeddings."
         )
     features = undone(seen, columns)
+    # With e_s = 0 the costs find the prefix tokens only; the order of the patches is arbitrary.
     rows = place(seen, features, torch.zeros_like(known_tokens(model)[1]))
     patches, floor = invert(model, features.flatten(0, 1)[rows], seen.public, effects(seen).noise_std)
     if kind != "kept":
@@ -75,6 +85,7 @@ def by_borders(
             known = torch.zeros(shown.shape[:2], dtype=torch.bool, device=shown.device)
             with torch.no_grad():
                 places = -predictor.scores(shown.clamp(0, 1), known).mT
+        # One order for all images: their border costs and slot costs add up, and one puzzle is solved.
         if kind == "shared":
             costs, places = [summed_costs(shown, floor)], None if places is None else places.sum(0, keepdim=True)
         else:
@@ -83,6 +94,7 @@ def by_borders(
             assemble(cost, model.grid, places=None if places is None else places[i], rounds=rounds)
             for i, cost in enumerate(costs)
         ]
+        # order[i, s] is the patch of image i that belongs in slot s; rows and patches follow it.
         order = torch.stack(orders).expand(len(shown), -1)
         rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
     return Reconstruction(model.to_images(patches), rows, columns)
@@ -129,6 +141,7 @@ def invert(
         public: images in [0, 1] for the prior of the patches; the first `ERROR_IMAGES` also measure the error.
         noise: standard deviation of ε, white, in the units of the rows, ≥ 0.
     """
+    # The error of the inversion is measured on public patches that are embedded and made noisy in the same way.
     few = model.normalise(public[:ERROR_IMAGES].to(model.mean))
     own = model.vit.patch_embed.proj(few).flatten(2).mT.detach().to(rows)
     own = own + noise * torch.randn(own.shape, generator=Generator().manual_seed(0)).to(rows)
@@ -146,16 +159,19 @@ def _groups(
     changes. Image i is the group that has the most rows of those that were sent with image i (`came`).
     """
     b, n = came.shape
+    # held[s, i] is the patch of slot s in group i, −1 as long as it is not chosen. Slot 0 defines the groups.
     links = _links(patches, grid, floor)
     held = np.full((n, b), -1)
     held[0] = np.arange(b)
     for sweep in range(MOST_SWEEPS):
         before = held.copy()
         for slot in range(sweep == 0, n):
+            # Row i of these b × b costs compares the neighbour's patch of group i with all b patches of this slot.
             around = [cost[held[other]] for other, cost in links[slot] if held[other, 0] >= 0]
             held[slot] = linear_sum_assignment(sum(around))[1] if around else held[slot]
         if (held == before).all():
             break
+    # votes[g, i]: how many rows of group g were sent with image i. An assignment gives each image one group.
     groups = torch.from_numpy(held.T).to(came.device)
     votes = torch.nn.functional.one_hot(came.gather(0, groups), b).sum(1)
     return groups[least_cost(-votes.T)[1]]
@@ -167,10 +183,12 @@ def _links(
     """Return the neighbours of each slot, with the border costs between their patches and its own."""
     slots, by_slot = torch.arange(grid[0] * grid[1]).view(grid), patches.transpose(0, 1)
     links: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(len(by_slot))]
+    # Pairs across compare right and left borders. Transposed patches turn pairs down into pairs across.
     for first, second, turned in ((slots[:, :-1], slots[:, 1:], by_slot), (slots[:-1], slots[1:], by_slot.mT)):
         first, second = first.flatten(), second.flatten()
         costs = border_cost(turned[first], turned[second], floor=floor).cpu().numpy()
         for a, b, cost in zip(first.tolist(), second.tolist(), costs, strict=True):
+            # A slot's costs have the neighbour's patches as rows and this slot's as columns.
             links[a].append((b, cost.T))
             links[b].append((a, cost))
     return links

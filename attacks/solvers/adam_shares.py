@@ -1,4 +1,13 @@
-"""What Adam's share of a full step shows: signs, the magnitude of small entries, and two matrices of such a product."""
+"""What Adam's share of a full step shows: signs, the magnitude of small entries, and two matrices of such a product.
+
+Adam moves a weight by η · u with u = g / (|g| + ε) in its first step. So sgn g is known of every entry, but |g| only of
+entries that are not much larger than ε. Sought are the patches X in G = Aᵀ X, where A and G are such gradients of the
+position embeddings and of the patch projection.
+
+1. `shown_by_round` divides the update by the full step, and `shown_by_adam` turns each share u into what it shows of g.
+2. `expected_excess` guesses the magnitudes that are not shown from those that are.
+3. `signed_product` searches for A and X together, under signs, bounds, known magnitudes and an image prior.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -53,10 +62,13 @@ def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], 
         deviation: σ, their standard deviations, > 0.
         eps: ε, in units of the gradient.
     """
+    # u has reached a full step, within its error, where 1 − |u| ≤ 3 σ: |g| then has a lower bound only.
     size = share.abs()
     known = 1 - size > _CERTAIN * deviation
+    # The lower bound of |g| is ε v / (1 − v) at the least share v = |u| − 3 σ that the error allows (v ≥ 0).
     least = (size.clamp_max(1) - _CERTAIN * deviation).clamp_min(0)
     least = eps * least / (1 - least)
+    # |g| = ε |u| / (1 − |u|). Where |g| is not known, `missing` is 1, which avoids a division by zero and is not used.
     missing, sign = (1 - size).where(known, torch.ones_like(size)), share.sign()
     value = sign * torch.where(known, eps * size / missing, least)
     return Shown(value, eps * deviation / missing**2, least, known, sign, eps)
@@ -80,12 +92,15 @@ def shown_by_round(
     """
     # AdamW stores the decayed weight, and then the moved one.
     twice = 2**0.5 if client.weight_decay else 1.0
+    # `moved` is what the gradients moved, without decay; `rounded` is the standard
+    # deviation of rounding, both as matrices.
     moved, rounded = {}, {}
     for name, M in without_decay(model, update, 1 - client.kept_share).items():
         before = model.vit.get_parameter(name).detach()
         moved[name] = matrix(name, M)
         deviation = rounding_deviation(before, update[name], client)
         rounded[name] = twice * matrix(name, deviation)
+    # An entry beyond the largest possible step, with six deviations of rounding, contradicts the assumed optimiser.
     full, most = client.rates[0], largest_step(client)
     for name, M in moved.items():
         over = M.abs() - most - 6 * rounded[name] - most * 8 * RTOL
@@ -97,10 +112,14 @@ def shown_by_round(
             )
     spread = 0.0
     if client.total_steps > 1:
+        # No entry shows a full step exactly after several steps: the median move counts as one, and the spread of
+        # the larger moves about it as an error.
         sizes = torch.cat([moved[name].flatten() for name in ("pos_embed", "patch_embed.proj.weight")]).abs()
         full = float(sizes.median())
         large = sizes[sizes > full / 2]
         spread = 1.4826 * float((large - full).abs().median())  # of a normal distribution, from the median deviation
+    # All errors of a move add up as variances; the division by `full` turns the move
+    # and its error into shares of a step.
     return {
         name: shown_by_adam(
             M / full, (rounded[name].square() + spread**2 + (RTOL * M).square()).sqrt() / full, client.eps
@@ -118,6 +137,7 @@ def largest_step(client: Client) -> float:
     Source: Adam (Kingma and Ba, ICLR 2015), Algorithm 1; AdamW moves the same way.
     """
     return sum(
+        # |Σ a_i g_i| ≤ √(Σ a_i² / b_i) · √(Σ b_i g_i²), for each step t.
         rate * math.sqrt(sum(a * a / b if b else math.inf for a, b in shares if a))
         for rate, shares in zip(client.rates, _shares(client), strict=True)
     )
@@ -141,6 +161,8 @@ def _shares(client: Client) -> Iterator[list[tuple[float, float]]]:
     """Yield (a_ti, b_ti) of all i ≤ t for each step t: shares in its first and second moment, their bias corrected."""
     for t in range(1, client.total_steps + 1):
         first, second = (
+            # Step i's gradient has the weight (1 − β) β^(t − i) in the moment of step
+            # t, over the bias correction 1 − β^t.
             [(1 - beta) * beta ** (t - i) / (1 - beta**t) for i in range(1, t + 1)]
             for beta in (client.beta1, client.beta2)
         )
@@ -171,8 +193,11 @@ def signed_product(
         steps: steps of L-BFGS in each stage.
         prior: factor of the weight of the edges' energy.
     """
+    # A starts from its shown values and guessed magnitudes. Both unknowns have the scale 1:
+    # A is searched as shares of scale_a.
     scale_a, scale_g = expected_excess(a), expected_excess(g)
     A = expected_value(a)
+    # Normalised pixels of black and of white, n × k: the energy grows with the distance of X from this box.
     black, white = (
         patchify(model.normalise(X.new_full((1, *model.image_shape), shade)), model.patch)[0].to(X)
         for shade in (0.0, 1.0)
@@ -180,18 +205,25 @@ def signed_product(
     smooth = Smoothness(model.image_shape, photograph_gradients(model, photographs).to(X))
     share, X = A / scale_a, X.clamp(black, white)
     for tolerance in _TOLERANCES:
+        # G is compared with an error that shrinks from stage to stage, in units of the mean
+        # magnitude of a row of G (a channel).
         of_channel = tolerance * scale_g.mean(1, keepdim=True)
 
         def energy(
             share: Float[Tensor, "n d"], X: Float[Tensor, "n k"], allowed: Tensor = of_channel, off: float = tolerance
         ) -> Tensor:
             A = share * scale_a
+            # |share|, made smooth: −log of the exponential density of a magnitude of scale
+            # scale_a. Known magnitudes need no prior.
             size = (share.square() + 0.01).sqrt().masked_fill(a.known, 0).sum()
             outside = F.relu(X - white).square().sum() + F.relu(black - X).square().sum()
             edges = smooth.sparse_energy(X[None], EDGE_WIDTH).sum()
+            # A may miss its known values by a share of its scale, which shrinks too, and G = Aᵀ X (D × K) may miss what
+            # is shown of it by the error of this stage.
             explained = misfit(a, A, 0.3 * off * scale_a, 0.1 * scale_a) + misfit(g, A.mT @ X, allowed, allowed)
             return explained + size + prior * _EDGES * edges + _BOX * outside
 
+        # Each stage starts where the last one ended, with a smaller allowed error.
         share, X = _descend(energy, share, X, steps)
     return X
 
@@ -202,14 +234,19 @@ def expected_excess(of: Shown) -> Float[Tensor, "r c"]:
     Magnitudes that are exponentially distributed, of which some are known up to a bound alone, have their sum over the
     count of those that are known as their mean of greatest likelihood. Where no size and no bound is shown, it is ε.
     """
+    # Exponential magnitudes with lower bounds: the mean of greatest likelihood is
+    # Σ (sizes and bounds) over the count of known ones.
     known = of.known.to(of.value)
     size, tiny = of.value.abs(), torch.finfo(of.value.dtype).tiny
     whole = size.sum() / known.sum().clamp_min(1)
     whole = whole.where(whole > 0, whole.new_tensor(of.eps))
+    # The same mean for each row and each column, shrunk to the mean of all by `_PSEUDO_COUNT` entries of that size.
     rows, columns = (
         (size.sum(dim, keepdim=True) + _PSEUDO_COUNT * whole) / (known.sum(dim, keepdim=True) + _PSEUDO_COUNT)
         for dim in (1, 0)
     )
+    # A product of row and column scales (rank one). An exponential density has no
+    # memory: its mean is also the mean excess.
     return (rows * columns / whole).clamp_min(tiny)
 
 
@@ -229,7 +266,9 @@ def misfit(
         known: the error that known values are allowed besides their own.
         unknown: the error that signs and bounds are allowed.
     """
+    # Known entries: (at − value) / √(σ² + allowed²), the deviation of both errors.
     exact = (at - of.value) / (of.deviation.square() + known.square()).sqrt()
+    # Others: how far sgn · g is below its bound. The bound is ≥ 0, so that a wrong sign always costs.
     bound = F.relu(of.least - of.sign * at) / unknown
     return torch.where(of.known, exact, bound).square().sum() / 2
 
@@ -238,6 +277,7 @@ def _descend(
     energy: Callable[[Tensor, Tensor], Tensor], share: Float[Tensor, "n d"], X: Float[Tensor, "n k"], steps: int
 ) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n k"]]:
     """Return where so many steps of L-BFGS lead from a point of both unknowns."""
+    # Both tolerances are 0, so that a small gradient or change does not end the search.
     point = [each.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for each in (share, X)]
     search = torch.optim.LBFGS(
         point, max_iter=steps, history_size=20, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0

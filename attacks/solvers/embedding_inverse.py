@@ -1,4 +1,10 @@
-"""The linear inversion of embedded patches that the white-box attacks on features share."""
+"""The linear inversion of embedded patches that the white-box attacks on features share.
+
+Known are the rows y = W x + β + ε of patches x, without their position embeddings; sought are the patches.
+
+1. `patch_statistics`: mean μ and covariance S of patches of public images, kept for the next batch.
+2. `invert_rows`: Wiener's estimate from μ, S and the noise, with S = L Lᵀ.
+"""
 
 import math
 from typing import Literal, get_args
@@ -53,6 +59,8 @@ def invert_rows(
     W = proj.weight.detach().flatten(1).double()  # d × k
     β = 0 if proj.bias is None else proj.bias.detach().double()
     μ, L = _prior(model, public, prior)
+    # With M = W L the estimate is μ + L Mᵀ (M Mᵀ + noise² I)⁻¹ (y − β − W μ), because S
+    # Wᵀ = L Mᵀ. In the code each y is a row.
     M = W @ L
     return μ + (embedded.double() - β - W @ μ) @ (L @ _gain(M, noise)).mT
 
@@ -70,11 +78,15 @@ def patch_statistics(
     """
     # In double precision: float32's rounding would leave S without rank.
     images = model.normalise(public[:MOST_IMAGES].to(model.mean)).double()
+    # Each window becomes a column of c · patch² entries, in the order of W's input.
     X = F.unfold(torch.cat([images, images.flip(3)]), model.patch, stride=max(1, model.patch // 2))
     X = X.mT.flatten(0, 1)  # windows × k
     S, (n, k) = X.mT.cov(correction=0), X.shape
+    # Equation 23, with n windows of k entries: ρ = ((1 − 2/k) tr S² + tr² S) /
+    # ((n + 1 − 2/k) (tr S² − tr² S / k)), at most 1.
     square, trace = S.square().sum(), S.trace().clamp(min=torch.finfo(X.dtype).tiny)
     ρ = ((1 - 2 / k) * square + trace**2) / ((n + 1 - 2 / k) * (square - trace**2 / k)).clamp(min=0)
+    # The quotient is 0 / 0 if S = 0: the shrunk covariance is then the multiple of I alone.
     ρ = ρ.nan_to_num(1).clamp(max=1)
     return X.mean(0), (1 - ρ) * S + ρ * trace / k * torch.eye(k, dtype=S.dtype, device=S.device)
 
@@ -98,6 +110,7 @@ def _kept_statistics(
 
     The cache keeps neither of these alive: a study has one victim after another, and thousands of public images.
     """
+    # The statistics are valid for the same tensor, as long as nothing was written into it since (`_version`).
     kept = _STATISTICS.get(model)
     if kept is None or kept[0]() is not public or kept[1] != public._version:
         μ, S = patch_statistics(model, public)
@@ -109,5 +122,6 @@ def _gain(M: Float[Tensor, "d k"], noise: float) -> Float[Tensor, "k d"]:
     """Return Mᵀ (M Mᵀ + noise² I)⁻¹; without noise, the pseudo-inverse."""
     if noise == 0:
         return ridge_inverse(M)
+    # A⁻¹ M is D × K; its transpose is Mᵀ A⁻¹.
     A = M @ M.mT + noise**2 * torch.eye(len(M), dtype=M.dtype, device=M.device)
     return torch.cholesky_solve(M, torch.linalg.cholesky(A)).mT

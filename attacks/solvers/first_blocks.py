@@ -1,4 +1,9 @@
-"""The gradients of the first blocks' matrices as a function of the patches and of one gradient behind these blocks."""
+"""The gradients of the first blocks' matrices as a function of the patches and of one gradient behind these blocks.
+
+Known are the released gradients of the matrices in the first L blocks; sought are the patches X and the one gradient
+Δ = ∂ℓ/∂z_L behind these blocks. An attack proposes X and Δ, computes the gradients that they give (`FirstBlocks`), and
+compares these with the released ones, for example row by row (`row_disagreement`).
+"""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -41,6 +46,7 @@ class FirstBlocks:
             blocks: L; a model that has fewer is taken whole, but for its head.
             released: timm's names of the parameters whose gradients are released.
         """
+        # Of the embedding and the first L blocks, only matrices with a released gradient are compared.
         twin, blocks = twice_derivable(model), min(blocks, len(model.vit.blocks))
         before = ("pos_embed", "patch_embed.", *(f"blocks.{level}." for level in range(blocks)))
         names = [
@@ -73,8 +79,11 @@ class FirstBlocks:
             create_graph: whether the result is to be differentiated.
         """
         model = self.model
+        # `embed` takes pixels in [0, 1], so the normalisation is undone first.
         images = unpatchify(X[None], model.image_shape) * model.std + model.mean
         with gradients_enabled():
+            # The chain rule gives ∂ℓ/∂θ = ∂⟨Δ, z_L⟩/∂θ with Δ held constant: one
+            # backward pass from the t × D tokens z_L.
             z = model.client_blocks(model.embed(images), self.blocks)[0]
             own = [model.vit.get_parameter(name) for name in self.names]
             parts = torch.autograd.grad((z * delta).sum(), own, create_graph=create_graph)
@@ -88,6 +97,7 @@ def row_disagreement(
 
     The cosine needs no scale of a row, which signs do not tell. A row of zeros counts 1.
     """
+    # eps = 0 makes 0 / 0 of a row of zeros, which becomes the cosine 0.
     off = [
         (1 - F.cosine_similarity(each, wanted[name], dim=1, eps=0.0).nan_to_num()).mean() for name, each in made.items()
     ]

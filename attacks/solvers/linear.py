@@ -1,4 +1,12 @@
-"""What searches and closed forms share: ridge solves, conjugate gradients, and the Levenberg-Marquardt method."""
+"""What searches and closed forms share: ridge solves, conjugate gradients, and the Levenberg-Marquardt method.
+
+Known are a matrix (or a map) and a right-hand side; sought are the unknowns that fit best. Four tools:
+
+- `ridge_inverse`: a pseudo-inverse that ignores directions below float32's rounding, for the closed forms.
+- `conjugate_gradients`: a symmetric system that is known only by its products with vectors.
+- `linearised`: products with the Jacobian of a function and with its transpose, without the Jacobian.
+- `levenberg_marquardt`: nonlinear least squares with few unknowns, from many starts in parallel.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -27,11 +35,13 @@ def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tenso
     if rtol == 0:
         return torch.linalg.pinv(M.double())
     d, n = M.shape[-2:]
+    # The Gram matrix of the shorter side is the smaller one, and (Mᵀ)⁺ = (M⁺)ᵀ.
     if n > d:
         return ridge_inverse(M.mT, rtol).mT
     M = M.double()
     norm = torch.linalg.matrix_norm(M, keepdim=True)
     λ = rtol * norm.where(norm > 0, 1)  # M = 0 gives 0
+    # P = (Mᵀ M + λ² I)⁻¹ Mᵀ has the factor f = σ² / (σ² + λ²) of M⁺ in each direction; 2 P − P M P has 1 − (1 − f)².
     L = torch.linalg.cholesky(M.mT @ M + λ.square() * torch.eye(n, dtype=M.dtype, device=M.device))
     P = torch.cholesky_solve(M.mT, L)
     return (P @ M @ P).neg_().add_(P, alpha=2)
@@ -52,14 +62,17 @@ def conjugate_gradients(
     """
     least = torch.finfo(target.dtype).tiny
     V, r = torch.zeros_like(target), target
+    # r = target − product(V) is the residual, z the preconditioned residual, p the direction, and square = ⟨r, z⟩.
     p = z = precondition(r)
     square = _dot(r, z)
     for _ in range(steps):
+        # The step to the minimum along p is α = ⟨r, z⟩ / ⟨p, A p⟩, for each of the batch separately.
         q = product(p)
         curvature = _dot(p, q)
         α = torch.where(curvature > 0, square / curvature.clamp_min(least), 0)  # rounding makes a residual of none
         V, r = V + α * p, r - α * q
         z = precondition(r)
+        # The next direction is z + β p, with β = ⟨r, z⟩ / ⟨r, z⟩ of the last step: it is A-conjugate to all before.
         now = _dot(r, z)
         p, square = z + now / square.clamp_min(least) * p, now
     return V
@@ -76,6 +89,7 @@ def linearised(
     with gradients_enabled():
         own = [each.detach().requires_grad_() for each in at]
         value = made(*own)
+        # Jᵀ w is linear in w, so its value at w = 0 does not count: only its graph is needed, which gives J v.
         w = torch.zeros_like(value, requires_grad=True)
         back = torch.autograd.grad(value, own, w, create_graph=True)
 
@@ -103,18 +117,25 @@ def levenberg_marquardt(
         normal: returns Jᵀ J and Jᵀ r of points and of what `at` returned for them but the costs, such as r and J.
         over: returns whether no step follows, by the costs before a step and behind it, where it is taken or not.
     """
+    # x is s × n: each of the s starts has a separate damping λ and a separate cost.
     (*parts, cost), eye = at(x), torch.eye(x.shape[1]).to(x)
     λ = torch.full_like(cost, damping)
     for _ in range(steps):
+        # The step is −(N + λ · mean diag N · I)⁻¹ g with N = Jᵀ J (s × n × n), g = Jᵀ r:
+        # Gauss-Newton for small λ, descent for large.
         N, g = normal(x, *parts)
         damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * eye
+        # `cholesky_ex` raises nothing where N is not positive; the step is then not
+        # finite or not better, and is not taken.
         tried = x - torch.cholesky_solve(g[..., None], torch.linalg.cholesky_ex(N + damp)[0])[..., 0]
         *new, new_cost = at(tried)
         better, done = new_cost < cost, over(cost, new_cost)  # false for nan
+        # Starts that did not improve keep their point and all that was computed there.
         x, *parts, cost = (
             torch.where(better.view(-1, *[1] * (a.ndim - 1)), a, b)
             for a, b in zip((tried, *new, new_cost), (x, *parts, cost), strict=True)
         )
+        # Success moves λ towards Gauss-Newton, failure towards a short step along the slope.
         λ = torch.where(better, λ / 5, λ * 4)
         if done:
             break

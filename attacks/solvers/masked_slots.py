@@ -1,4 +1,9 @@
-"""Which slots a defense masked, as MJP does, read off ∂ℓ/∂E_pos, and what its linear system can determine."""
+"""Which slots a defense masked, as MJP does, read off ∂ℓ/∂E_pos, and what its linear system can determine.
+
+MJP shuffles some patches and removes the position embeddings of their slots, so that these get no gradient. Known is
+A = ∂ℓ/∂E_pos; sought are the masked slots: rows of A that are zero, or no larger than the noise. The functions at the
+end say whether Aᵀ X = ∂ℓ/∂W can determine the patches X.
+"""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -47,6 +52,7 @@ def feeds_unknown(seen: Observation) -> bool:
 
 def replacement(seen: Observation) -> Float[Tensor, "1 d"]:
     """Return what replaces the position embedding of masked slots: E_unk, or zero, as the defense says."""
+    # E_unk has the shape 1 × 1 × D; without it, or where the defense says so, zero takes its place.
     unknown = seen.model.unk_embed
     if unknown is None or not feeds_unknown(seen):
         return seen.model.mean.new_zeros(1, seen.model.vit.embed_dim)

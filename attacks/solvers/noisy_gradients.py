@@ -1,4 +1,8 @@
-"""Released gradients that are noisy, lack entries or are rounded: those of the embedding, and how likely all are."""
+"""Released gradients that are noisy, lack entries or are rounded: those of the embedding, and how likely all are.
+
+Known are released gradients with errors, and what the defenses say of these errors; sought is how well a proposed
+gradient explains them. `NoisyGradients` does so for the embedding's two, `Likelihood` for those of all layers.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,14 +37,19 @@ class NoisyGradients:
         """Return the release of an observation; the variances of several defenses add up."""
         names = ("pos_embed", "patch_embed.proj.weight")
         released = {name: seen.gradients[name] for name in names}
+        # The defenses state the variance of each entry's error; class and register tokens are left out of A.
         variances = Stack(tuple(seen.defense)).variance(released)
         (A, vA), (G, vG) = ((released[name].double(), variances[name].double()) for name in names)
         A, vA = (t.squeeze(1)[:, -seen.model.vit.patch_embed.num_patches :] for t in (A, vA))
         G, vG = G.flatten(2), vG.flatten(2)
+        # One variance for each gradient of a release, and not less than float32's rounding
+        # of G, or than 10⁻⁴ of the larger one.
         noise_pe, noise_weight = vA.mean((1, 2), keepdim=True), vG.mean((1, 2), keepdim=True)
         rounding = G.square().mean((1, 2), keepdim=True) * RTOL**2
         least = torch.maximum(_LEAST_VARIANCE_RATIO * torch.maximum(noise_pe, noise_weight), rounding)
         least = least.clamp_min(torch.finfo(torch.float64).tiny)
+        # A zero may be a missing entry. If it is uniform on ±edge, its variance is
+        # edge² / 3, so edge = √(3 · variance).
         edges = (torch.where(t == 0, (3 * v).sqrt(), 0) for t, v in ((A, vA), (G, vG)))
         return cls(A, G, noise_pe.maximum(least), noise_weight.maximum(least), *edges)
 
@@ -61,6 +70,7 @@ class NoisyGradients:
 
     def complete(self, X: Float[Tensor, "b n k"]) -> "NoisyGradients":
         """Return the release with its missing entries computed from A and X, clipped to their known bounds."""
+        # A comes first, from the released values and X; then G = Aᵀ X. Entries that were released keep their values.
         A = posterior(self.A, self.G, X, self.ratio)
         missing_A, missing_G = self.edge_pe > 0, self.edge_weight > 0
         return replace(
@@ -81,6 +91,7 @@ def posterior(
         X: normalised patches.
         ratio: ρ = Var E₁ / Var E₂, the ratio of the error variances of the two gradients, > 0.
     """
+    # The derivative by A is zero where (I + ρ X Xᵀ) A = Ã + ρ X G̃ᵀ: N × N equations for all D columns.
     eye = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)
     return torch.linalg.solve(eye + ratio * X @ X.mT, A + ratio * X @ G.mT)
 
@@ -109,12 +120,14 @@ class Likelihood:
         """
         stack = Stack(tuple(seen.defense))
         variance = stack.variance(released)
+        # As in `NoisyGradients`: an entry that is uniform on ±edge has the variance edge² / 3.
         edge = {name: torch.where(g == 0, (3 * variance[name]).sqrt(), 0) for name, g in released.items()}
         sizes = torch.stack([g.flatten(1).square().sum(1) for g in released.values()]).sum(0)
         count = sum(g[0].numel() for g in released.values())
         least = RTOL**2 * sizes / count
         least = least.clamp_min(torch.finfo(least.dtype).tiny)
         floors = {name: least.view(-1, *[1] * (g.ndim - 1)) for name, g in released.items()}
+        # The uncertainty of a missing entry is its interval. Beyond the interval only rounding counts as an error.
         variance = {name: torch.where(edge[name] > 0, 0, v).maximum(floors[name]) for name, v in variance.items()}
         expected = (defense_declarations(part).expected for part in stack.on_gradients)
         return cls(released, variance, edge, tuple(each for each in expected if each is not None))
@@ -127,12 +140,14 @@ class Likelihood:
 
     def __call__(self, g: Gradients, release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
         """Return −log p(released | g) less a constant: Σ r² / 2v, with r the distance of an entry to its interval."""
+        # What the defenses do to a gradient on average, such as clipping, is done to the proposed one as well.
         for expected in self.expected:
             g = expected(g)
         total = []
         for name, each in g.items():
             off = each - self.released[name][release]
             edge = self.edge[name][release]
+            # An entry within its interval is at the distance 0.
             off = off - off.clamp(-edge, edge)
             total.append((off.square() / self.variance[name][release]).flatten(1).sum(1))
         return torch.stack(total).sum(0) / 2

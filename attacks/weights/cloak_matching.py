@@ -74,8 +74,11 @@ class CloakMatching:
         orders, weights = {}, {}
         for name, cloaked in seen.cloaked.items():
             W, base = cloaked.double(), seen.base[name].double()
+            # The largest part of W̃ is r mᵀ, so its first right singular vector v is the direction of m.
             v = torch.linalg.svd(W, full_matrices=False).Vh[0]
+            # Step 1: row j of W̃ is matched with row order[j] of the public model, without the part along v.
             orders[name] = order = _match(*((_without(M, v) if self.masks else M) for M in (W, base)))
+            # Steps 2 to 4, in the order of W̃; `argsort` then puts the rows in the order of the public model.
             weights[name] = _uncover(W, base[order], v)[order.argsort()].to(cloaked)
         return Uncloaked(orders, weights)
 
@@ -92,18 +95,25 @@ def _without(rows: Float[Tensor, "u d"], v: Float[Tensor, " d"]) -> Float[Tensor
 
 def _match(rows: Float[Tensor, "u d"], base: Float[Tensor, "u d"]) -> Int[Tensor, " u"]:
     """Return for each row the one of the base whose direction is the same."""
+    # Cosines between all pairs of rows, u × u; the assignment has the greatest sum.
     ours, theirs = (M / M.norm(dim=1, keepdim=True).clamp_min(1e-300) for M in (rows, base))
     return torch.from_numpy(linear_sum_assignment((ours @ theirs.T).numpy(), maximize=True)[1])
 
 
 def _uncover(W: Float[Tensor, "u d"], base: Float[Tensor, "u d"], v: Float[Tensor, " d"]) -> Float[Tensor, "u d"]:
     """Return the owner's rows, in the order of W, given the base's in that order and the direction of the mask."""
+    # Step 2: orthogonally to v, row j of W̃ is a_j times a public row: a_j is the allowed scale
+    # nearest to the least-squares ratio.
     plain, public = _without(W, v), _without(base, v)
     ratio = (plain * public).sum(1) / public.square().sum(1).clamp_min(1e-300)
     allowed = torch.tensor(SCALES).to(W)
     a = allowed[(ratio[:, None] - allowed).abs().argmin(1)][:, None]
+    # Step 3: what is left along v is r_j ‖m‖, up to the difference between the two
+    # models. The sign of v does not matter.
     along = (W - a * base) @ v
     r = _integers(along)[:, None]
+    # Step 4: m by least squares over the rows, Σ_j r_j (W̃_j − a_j W⁰_j) / Σ_j r_j²; then
+    # r mᵀ is taken off and a divided out.
     mask = (r * (W - a * base)).sum(0) / r.square().sum().clamp_min(1)
     return (W - r * mask) / a
 
@@ -112,6 +122,7 @@ def _integers(along: Float[Tensor, " u"]) -> Float[Tensor, " u"]:
     """Return the integers of which these are the multiples: the smallest that fit, else those that fit best."""
     misses = []
     for largest in range(1, max(RATIOS) + 1):
+        # If the largest entry is k units, all entries are integers in these units: try k = 1, 2, …
         units = along / along.abs().max().clamp_min(1e-300) * largest
         misses.append((units - units.round()).square().mean().sqrt())
         if misses[-1] < LATTICE_ERROR:

@@ -95,13 +95,18 @@ class WeightMatching:
         Raises:
             PrivlabError: if the two models do not hold the same tensors, or values that are not finite.
         """
+        # Step 1: S_ji = Σ over the invariant features of e_j b_i (d × d), its best
+        # assignment, and α as the correlation under it.
         encrypted, base = _both(seen)
         have, want = _features(encrypted), _features(base)
         first = have.T @ want
         residual, done = _assign(first), 0
         alpha = _correlation(have, want, residual)
         order = _posterior(first, alpha)
+        # Step 2, as long as an entry of the order is uncertain and the order still changes.
         while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN_PROBABILITY:
+            # The new S is the sum of that of step 1 and of what all units of all layers say under their soft orders. α
+            # stays that of step 1.
             scores = first + sum(
                 _feature_scores(e, b, kind, order, alpha)
                 for e, b in zip(encrypted.layers, base.layers, strict=True)
@@ -121,6 +126,7 @@ class WeightMatching:
             PrivlabError: if the two models do not hold the same tensors.
         """
         encrypted, base = _both(seen)
+        # Step 3, layer by layer: the stream's order is known now.
         layers = [_inner(e, b, residual, seen.shape) for e, b in zip(encrypted.layers, base.layers, strict=True)]
         heads, qk, value, hidden = (torch.stack(orders) for orders in zip(*layers, strict=True))
         return ModelKey(residual, heads, qk, value, hidden)
@@ -166,6 +172,7 @@ def _read(state: Mapping[str, Tensor], seen: WeightObservation) -> _Weights:
             if axes == ("residual",):
                 residual.append(tensor)
                 continue
+            # Units along the rows, features of the stream along the columns: u × d.
             units = tensor.T if axes[0] == "residual" else tensor
             for kind, part in _parts(axes[0] if axes[0] != "residual" else axes[1], units, seen.shape):
                 (matrices if len(axes) == 2 else vectors).setdefault(kind, []).append(part)
@@ -215,9 +222,12 @@ def _features(weights: _Weights) -> Float[Tensor, "m d"]:
     rows = [weights.residual]
     for layer in weights.layers:
         for kind, M in layer.matrices.items():
+            # Means over the u units do not depend on their order: three moments of each
+            # matrix, and products of two matrices.
             i, j = torch.triu_indices(len(M), len(M), 1)
             rows += [M.mean(1), M.square().mean(1), M.pow(3).mean(1), (M[i] * M[j]).mean(1)]
             if kind in layer.vectors:
+                # A vector over the units is permuted with them, so its product with a matrix is invariant too.
                 rows.append((layer.vectors[kind] @ M).flatten(0, 1))
     return _standard(torch.cat(rows))
 
@@ -237,9 +247,12 @@ def _correlation(have: Float[Tensor, "m d"], want: Float[Tensor, "m d"], order: 
 
 def _posterior(scores: Float[Tensor, "n n"], alpha: float) -> Float[Tensor, "n n"]:
     """Return the soft order: scores as log-likelihoods, made doubly stochastic (Sinkhorn); rows sum to 1 exactly."""
+    # −(e − α b)² / 2(1 − α²) has the cross term e b · α / (1 − α²); the other terms depend
+    # on j or i alone and cancel in Sinkhorn.
     alpha = min(max(alpha, 0.01), 0.99)
     logits = scores * (alpha / (1 - alpha**2))
     for _ in range(10):
+        # Sinkhorn in logarithms: columns, then rows, are scaled to the sum 1.
         logits = logits - _log_sum(logits, 0)
         logits = logits - _log_sum(logits, 1)
     return logits.clamp_min(-60).exp()
@@ -253,12 +266,15 @@ def _log_sum(logits: Float[Tensor, "n n"], dim: int) -> Tensor:
 
 def _feature_scores(e: _Layer, b: _Layer, kind: str, order: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
     """Return how well each feature of the one model fits each of the other, in one kind of units (step 2)."""
+    # E and B are k × u × d. B Rᵀ is what the public model is expected to hold for the encrypted features.
     E, B = e.matrices[kind], b.matrices[kind]
     expected, halves = B @ order.T, (slice(0, None, 2), slice(1, None, 2))
     by_bias = e.vectors[kind].T @ b.vectors[kind] if kind in e.vectors else 0
+    # u × u fits of the units, from the even and from the odd features of the encrypted model.
     fits = [torch.einsum("kud,kvd->uv", E[..., half], expected[..., half]) for half in halves]
     scores = torch.empty_like(order)
     for judged, other in zip(halves, reversed(fits), strict=True):
+        # Features of one half are judged under the order P that the other half found: scores_de = Σ_ku E_kud (P B)_kue.
         units = _posterior(other + by_bias, alpha)
         scores[judged] = torch.einsum("kud,kue->de", E[..., judged], units @ B)
     return scores
@@ -268,14 +284,18 @@ def _inner(e: _Layer, b: _Layer, residual: Int[Tensor, " d"], shape: ModelShape)
     """Return the orders of heads, qk, value and hidden of one layer."""
     fits = {}
     for kind, E in e.matrices.items():
+        # With the stream's order applied to B, the fit of two units is the product of their rows.
         B = b.matrices[kind][..., residual]
         fits[kind] = torch.einsum("kud,kvd->uv", E, B)
         if kind in e.vectors:
             fits[kind] += e.vectors[kind].T @ b.vectors[kind]
     h, size = shape.heads, shape.head_dim
+    # fit[i, j] is the size × size fit between the units of encrypted head i and public head j.
     qk, value = (fits[kind].view(h, size, h, size).transpose(1, 2) for kind in ("qk", "value"))
+    # A pair of heads is worth what its best orders of units are worth; an assignment over heads maximises the sum.
     heads = _assign(torch.tensor([[_best(qk[i, j]) + _best(value[i, j]) for j in range(h)] for i in range(h)]))
     pairs = torch.arange(h), heads
+    # The norm's weights are shared by all heads, so all heads have one order of units: their fits add up.
     if shape.qk_norm:
         qk = qk[pairs].sum(0).expand(h, h, size, size)
     return heads, _each(qk[pairs]), _each(value[pairs]), _assign(fits["hidden"])
