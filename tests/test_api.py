@@ -160,6 +160,16 @@ def test_a_run_gives_its_records_table_verdict_and_images(run: privlab.Run, phot
             privlab.load(foreign)
 
 
+def test_a_directory_is_of_the_same_images_and_labels_alone(photos: Tensor, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    privlab.attack("cifar_vit", photos, [3, 5, 7], out=out, **QUICK)
+    privlab.attack("cifar_vit", photos, [3, 5, 7], out=out, **QUICK)  # finished: nothing runs again
+    for images, labels, message in ((photos.flip(3), [3, 5, 7], "other images"), (photos, [3, 5, 8], "label of")):
+        with pytest.raises(PrivlabError, match=message):
+            privlab.attack("cifar_vit", images, labels, out=out, **QUICK)
+    assert set(privlab.load(out).records.label) == {3, 5, 7}
+
+
 def test_images_from_anywhere_are_the_same_images(photos: Tensor) -> None:
     levels = (photos * 255).round().byte()
     frames = [

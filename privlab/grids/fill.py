@@ -18,6 +18,7 @@ from privlab.grids.engine import Engine
 from privlab.grids.engines import run_tasks
 from privlab.grids.plan import Grid, lay_out, missing
 from privlab.grids.tasks import Options, Result, Task, joined, run_task
+from privlab.images import Data
 from privlab.stores import RunDirectory
 from privlab.victims import Victim
 
@@ -86,6 +87,8 @@ def fill(
         table = "holds a run of privlab attack. Give another --out."
         attack = "holds another run. Overwrite it (--overwrite) or give another directory."
         raise PrivlabError(f"'{path}' {attack if stated else table}")
+    if earlier and any(isinstance(task.spec.data.images, Data) for task in grid.tasks):
+        _check_same_images(path, manifests)
     if earlier.get("cases") == now["cases"]:  # the same experiment: its earlier warnings still hold
         messages += [message for message in earlier["warnings"] if message not in messages]
     for message in messages:
@@ -108,6 +111,15 @@ def fill(
                     warn(message)
             done += len(result.task.images)
             progress(done, total, result)
+
+
+def _check_same_images(path: Path, manifests: Mapping[str, str]) -> None:
+    """Refuse other images than those of the earlier run, where no name of a source says that they differ."""
+    for name, text in manifests.items():
+        if (file := path / name).is_file() and file.read_text("utf-8").splitlines() != text.splitlines():
+            raise PrivlabError(
+                f"'{path}' holds a run on other images. Overwrite it (overwrite=True) or give another directory."
+            )
 
 
 def joined_warnings(messages: Sequence[str], attacks: Sequence[str]) -> list[str]:

@@ -85,7 +85,9 @@ def test_edited_conclusions_fail_whatever_the_hash_says(
     change: Change,
     said: str,
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("privlab.benchmark.verify"), "checks_of", lambda card, weights, chance=None: checks)
+    monkeypatch.setattr(
+        importlib.import_module("privlab.benchmark.verify"), "checks_of", lambda card, weights, chance=None: checks
+    )
     assert said in cli("benchmark", "verify", edited(tmp_path, change)).error
 
 
@@ -113,7 +115,9 @@ def test_rows_that_were_edited_with_their_conclusions_are_measured_again(
     tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...]
 ) -> None:
     """A score that is 3 dB lower everywhere, and all that follows from it."""
-    monkeypatch.setattr(importlib.import_module("privlab.benchmark.verify"), "checks_of", lambda card, weights, chance=None: checks)
+    monkeypatch.setattr(
+        importlib.import_module("privlab.benchmark.verify"), "checks_of", lambda card, weights, chance=None: checks
+    )
 
     def lower(data: dict[str, Any]) -> None:
         rows = from_rows(data["rows"])
