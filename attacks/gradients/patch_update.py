@@ -224,8 +224,8 @@ class PatchUpdate(Checked):
             X = weighted_patches(A, G, dA, dG)
             found = [_Candidate(X, model.to_images(X[None]))]
             if self.levels and not is_open:
-                # The solve on grey levels has one weight for each of the D equations, so that the variances Var G_dk +
-                # Σ_n Var A_nd x_nk² are averaged over the K columns.
+                # The solve on grey levels has one weight for each of the D equations, so that the variances Var
+                # G_dk + Σ_n Var A_nd x_nk² are averaged over the K columns.
                 variance = (dG.square() + dA.square().mT @ X.square()).mean(1)
                 X = patches_of_levels(model, A, G, 1 / variance, self.levels)
                 found.append(_Candidate(X, (model.to_images(X[None]) * self.levels).round() / self.levels))
@@ -356,8 +356,8 @@ def _complete(
     X = ridge_inverse(A.mT) @ G
     best, least, converged = A, float("inf"), False
     for _ in range(_ROUNDS + 1):
-        # The weights w (D × K) are renewed with the last X. Then X is eliminated: column k solves A diag(w_k) Aᵀ x_k =
-        # A (w_k ⊙ g_k), so that each column has its Cholesky factor (L is K × N × N).
+        # The weights w (D × K) are renewed with the last X. Then X is eliminated: column k solves A diag(w_k) Aᵀ
+        # x_k = A (w_k ⊙ g_k), so that each column has its Cholesky factor (L is K × N × N).
         w = 1 / (variance_G + known.mT @ X.square())
         L = _cholesky(A, w)
         X = _solve_patches(A, w * G, L)

@@ -3,8 +3,8 @@
 # Known are the model, what the gradients of its parameters became under a defense, and what is known of each entry's
 # error. Sought are the normalised patches X, and with them Δ = ∂ℓ/∂z_L behind the first L blocks.
 # 1. A closed form or a trained decoder gives the first X.
-# 2. For L = 1, 2, 4, … up to the depth, a `_Stage` takes the gradients of all parameters before block L, which are ∂⟨Δ,
-# z_L(X)⟩/∂θ. Given X they are linear in Δ, so that `_explain` finds the first Δ by least squares.
+# 2. For L = 1, 2, 4, … up to the depth, a `_Stage` takes the gradients of all parameters before block L, which are
+# ∂⟨Δ, z_L(X)⟩/∂θ. Given X they are linear in Δ, so that `_explain` finds the first Δ by least squares.
 # 3. Damped Gauss-Newton steps move X and Δ (`step`): `_direction` solves for the step by conjugate gradients, and of
 # four lengths the one of least objective is taken. X goes on to the next stage, Δ does not.
 
@@ -292,8 +292,8 @@ class _Stage:
             return self._gradients(*moved, *still)
 
         image, forth, back = linearised(made, moved)
-        # r is the distance of an entry from what was released, or from the interval of a missing one. With W = diag(1 /
-        # √v), an entry within its interval has the weight 0.
+        # r is the distance of an entry from what was released, or from the interval of a missing one. With
+        # W = diag(1 / √v), an entry within its interval has the weight 0.
         off = self._off(image)
         counted = self.weight * (off != 0)  # an entry within its interval is not pulled
         squares = counted.square()
