@@ -252,8 +252,8 @@ def _channels(C: Float[Tensor, "k k"], channels: int) -> list[list[Int[Tensor, "
                 # since ZᵀZ / k = I and the mean is 0.
                 means = Z[groups].mean(1)
                 within = Z.mT @ Z / k - means.mT @ means / channels + TINY * torch.eye(q).to(C)
-                # The direction of the largest variance between groups relative to that within: B
-                # w = μ W w by Cholesky's factor of W.
+                # The direction w of the largest variance between groups relative to that within:
+                # a generalised eigenproblem, by the Cholesky factor of `within`.
                 L = torch.linalg.cholesky(within)
                 half = torch.linalg.solve_triangular(L, means.mT @ means / channels, upper=False)
                 ratio, V = torch.linalg.eigh(torch.linalg.solve_triangular(L, half.mT, upper=False))

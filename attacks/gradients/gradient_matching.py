@@ -174,7 +174,7 @@ class GradientMatching(Checked):
             images = mean.new_full((count, *shape), 0.5)
         else:
             images = Reconstruction.of(STARTS[start]()(seen)).images.to(mean)
-        # r × B × N × K, normalised. A closed form has B = 1.
+        # Normalised patches, r × B × N × K.
         X = patchify(seen.model.normalise(images), seen.model.patch).unflatten(0, (-1, match.B))
         # Restarts differ in their noise, whose seed depends on the release and on the number of the restart.
         if restart and start != "noise":
@@ -242,8 +242,8 @@ class Match:
         Raises:
             PrivlabError: if the labels are not known.
         """
-        # The order of names is fixed, because hashes and sums depend on it. Parameters that
-        # no gradient is made of are left out.
+        # The order of names is fixed, because hashes and sums depend on it. Only parameters
+        # are left of which candidates make gradients too.
         G, B = {name: seen.gradients[name] for name in sorted(seen.gradients)}, seen.images_per_release
         names = released_parameters(seen.model)
         G = {name: g for name, g in G.items() if name in names}

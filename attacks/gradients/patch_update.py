@@ -153,8 +153,8 @@ class PatchUpdate(Checked):
                 f"patch-update needs the update of a client that trains by sgd. Found {found}. That this attack does "
                 "not apply is no evidence of privacy."
             )
-        # The system determines X for N < D only: a constant added to a token changes
-        # nothing, so A has rank D − 1 at most.
+        # The system determines X for N < D only: pre-norm blocks ignore a constant added to a token, so that A has
+        # rank D − 1 at most.
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
         releases = each_release(seen)
         stack, errors = Stack(tuple(seen.defense)), errors_of_filters(seen, (_PE, _PROJECTION))
@@ -356,8 +356,8 @@ def _complete(
     X = ridge_inverse(A.mT) @ G
     best, least, converged = A, float("inf"), False
     for _ in range(_ROUNDS + 1):
-        # The weights w (D × K) are renewed with the last X. Then X is eliminated: column k solves A diag(w_k) Aᵀ
-        # x_k = A (w_k ⊙ g_k), so that each column has its Cholesky factor (L is K × N × N).
+        # The weights w (D × K) are renewed with the last X. Then X is eliminated: column k of X solves
+        # A diag(w_k) Aᵀ x_k = A (w_k ⊙ g_k), so that each column has its Cholesky factor (L is K × N × N).
         w = 1 / (variance_G + known.mT @ X.square())
         L = _cholesky(A, w)
         X = _solve_patches(A, w * G, L)

@@ -1,7 +1,7 @@
 """`learning-to-invert`: a decoder that is trained on what public images release under the defense."""
 
 # Known are the model, the defense, public images, and the defended gradients A of E_pos and G of W. Sought are images.
-# 1. `_own_releases` releases public images under the defense, with draws of the adversary's.
+# 1. `_own_releases` releases public images under the defense, with draws that the adversary makes.
 # 2. `_slots_of` turns each release into f = D + 2 K + 2 numbers for each slot.
 # 3. A `GradientDecoder` is trained to map these to the image, and is kept for later calls.
 # 4. It is applied to the release under attack.

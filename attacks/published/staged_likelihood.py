@@ -127,8 +127,8 @@ class StagedLikelihood(Checked):
         """Return normalised patches, from stage to stage."""
         depth = len(model.vit.blocks)
         for blocks in _stages(depth):
-            # Few blocks are nearly linear in X and Δ and forgive a poor start. More
-            # blocks add equations and no unknown.
+            # The gradients of few blocks are nearly linear in X and Δ, and forgive a poor start.
+            # More blocks add equations and no unknown.
             stage = _Stage.of(model, blocks, likelihood, prior, self.epsilon)
             point = stage.start(X, self.steps)
             for number in range(self.last_rounds if blocks == depth else self.rounds):
@@ -271,11 +271,12 @@ class _Stage:
         tried = [(at.X + share * δX, at.Δ + share * δΔ) for share in _LENGTHS]
         values = torch.stack([self._objective(*each, T) for each in tried])
         best, rows = values.nan_to_num(torch.inf).argmin(0), torch.arange(len(at.X), device=at.X.device)
-        # `best` holds the number of a length for each image. Length 0 is among them, so
-        # that no step raises the objective.
+        # `best` holds the number of a length for each image. Length 0 is among them, so that no tried step
+        # raises the objective.
         X, Δ = (torch.stack(each)[best, rows] for each in zip(*tried, strict=True))
         # A whole step lowers the damping to a quarter, a step of length 0 raises it sixfold.
         factor = torch.where(best == 0, _LOWERED, torch.where(best == len(tried) - 1, _RAISED, 1.0))
+        # If Δ did not move with X, it is solved for at the new X, from exact entries.
         if not self.jointly:
             Δ = self._explain(X, _AGAIN)
         return _Point(X, Δ, (at.damping * factor).clamp_min(_LEAST_DAMPING))
@@ -319,8 +320,8 @@ class _Stage:
             terms = zip(_apart(V, moved), grams, ridges, strict=False)
             return _together(gram.solve(v, μ, ridge) for v, gram, ridge in terms)
 
-        terms = zip(back(squares * off), moved, priors, strict=False)
         # The right-hand side is −(Jᵀ W² r + the slopes of the priors).
+        terms = zip(back(squares * off), moved, priors, strict=False)
         slope = _together(each + prior(part) for each, part, prior in terms)
         found = _apart(conjugate_gradients(product, -slope, steps, precondition), moved)
         return found[0], found[1] if self.jointly else torch.zeros_like(Δ), T

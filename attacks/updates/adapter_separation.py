@@ -135,8 +135,8 @@ class AdapterSeparation(Checked):
             raise PrivlabError(f"{self.name} inverts the MLP of a pre-norm block, and here {why}.")
         if model.vit.pos_embed is None:
             raise PrivlabError(f"{self.name} distinguishes slots by position embeddings, and this model has none.")
-        # 2 (N + p) < r: an h of the span of the outputs has N + p coordinates, and its a = GELU(V
-        # h + v) must fulfil r − N − p equations.
+        # 2 (N + p) < r is needed: an h in the span of the outputs has N + p coordinates, and
+        # GELU(V h + v) must lie in the span of the a_n, which is r − N − p equations.
         if (beyond := self.beyond(seen)) is not None:
             warn(
                 f"{self.name}: {beyond}, so that the adapter's spans do not separate tokens. None is found: a low "

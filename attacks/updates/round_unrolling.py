@@ -196,8 +196,8 @@ class RoundUnrolling(TokenSearch):
                 for label in labels_near(done.model, client, rest[_HEAD], image, left):
                     tried = torch.cat([images, image[None].to(images)]), torch.cat([labels, label[None]])
                     after = replay(seen.model, client, *tried)
-                    # The true one leaves the sum of (T_left − 1) (N + p) products in ∂W_fc1,
-                    # and so nothing beyond that rank.
+                    # The true image and label leave a sum of (left − 1) (N + p) products in ∂W_fc1, and so
+                    # nothing beyond that rank.
                     off = beyond_rank(update[FC1].double() - after.update[FC1].double(), (left - 1) * own.wanted)
                     if off < best:
                         best, chosen = off, (*tried, after)
@@ -249,7 +249,7 @@ class RoundUnrolling(TokenSearch):
         model, block = seen.model, first_block(seen.model)
         prefix, pe = known_tokens(model)
         each = len(prefix) + len(pe)
-        # The spans hold the products of all steps that are left, T_left (N + p), but only the tokens of this step
+        # The spans hold the products of all steps that are left, left · (N + p), but only the tokens of this step
         # satisfy both matrices at these weights. So at most N + p are sought.
         own = self.tokens(block, seen, [0], left * each, most=each)[0]
         if not len(own.u):
