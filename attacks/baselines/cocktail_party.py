@@ -1,5 +1,11 @@
 """`cocktail-party`: the features of a batch by independent component analysis of the head's gradient, and images."""
 
+# Known are the gradients of the head, G = ∂ℓ/∂W = Σ_i r_i f_iᵀ (C × D) and h = ∂ℓ/∂b = Σ_i r_i (C). Sought are the
+# features f_i of B images, and images that have them.
+# 1. `_unmix` takes the D entries of a feature for D samples of a source, and separates the B sources by FastICA.
+# 2. The scale and sign of each source follow from h.
+# 3. The search for images is that of `head-inversion`, which this class extends.
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -71,6 +77,8 @@ class CocktailParty(HeadInversion):
         return " and ".join(found + ([f"B = {B} > D = {width}"] if width < B else [])) or None
 
     def _sums(self, seen: Observation) -> list[dict[str, Tensor]]:
+        # Where the head alone trains, features stay the same in all steps, so that Σ_s a_s g_s is such a sum too.
+        # Otherwise they move with the weights, and B images of T steps have B T features.
         client, B = seen.client, seen.images_per_release
         if client is None:
             return each_release(seen)
@@ -80,9 +88,11 @@ class CocktailParty(HeadInversion):
                 f"images, client.steps={client.total_steps} and client.trains={client.trains}. That it does not apply "
                 "is no evidence of privacy."
             )
+        # A common factor of G and h cancels in the features, so that rates are not divided out.
         return [undecayed(seen.model, own, client) for own in each_release(seen)]
 
     def _separated(self, head: nn.Linear, own: Mapping[str, Tensor], count: int) -> Float[Tensor, "k d"]:
+        # The first unmixing matrix is drawn with a seed that depends on the release.
         draw = draw_for(self.seed, hash_of({name: own[name] for name in (_BIAS, _WEIGHT)}), self.name)
         return _unmix(own[_WEIGHT].double(), own[_BIAS].double(), count, draw, self.iterations)
 
@@ -95,21 +105,28 @@ def _unmix(
 
     Source: FastICA (Hyvärinen, IEEE Transactions on Neural Networks 1999), symmetric, with tanh.
     """
+    # The rows of V_n = S⁻¹ Uᵀ G (n × D) mix the features: V_n = M F, with M of the columns
+    # S⁻¹ Uᵀ r_i. The same map of h is M 1.
     U, S, V = torch.linalg.svd(G, full_matrices=False)
     n = min(count, int((_RANK * S[0] < S).sum()))
     mixed, ones = V[:n], U[:, :n].mT @ h / S[:n]
+    # Whitening makes the n mixtures uncorrelated with variance one. What is left to find is then an orthonormal matrix.
     centred = mixed - mixed.mean(1, keepdim=True)
     variance, axes = torch.linalg.eigh(centred @ centred.mT / centred.shape[1])
     whiten = axes / variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt() @ axes.mT
     Z = whiten @ centred
     W = _orthonormal(torch.randn(n, n, generator=draw, dtype=Z.dtype).to(Z))
     for _ in range(iterations):
+        # FastICA's fixed point for each row w: w ← E[z tanh(wᵀ z)] − E[1 − tanh²(wᵀ z)] w,
+        # then all rows are made orthonormal.
         y = (W @ Z).tanh()
         new = _orthonormal(y @ Z.mT / Z.shape[1] - (1 - y.square()).mean(1, keepdim=True) * W)
+        # A row at rest may change its sign from step to step, so that |cos| counts.
         change = 1 - (new * W).sum(1).abs()
         W = new
         if bool(change.max() < _SETTLED):
             break
+    # W · whiten · M = diag(s) up to the order: the same map of M 1 gives s, and of the uncentred mixtures s_i f_i.
     scale = W @ whiten @ ones
     told = scale.abs() > _LEAST_SCALE * scale.abs().max()
     return (W @ whiten @ mixed)[told] / scale[told, None]

@@ -1,5 +1,11 @@
 """`fedavg-matching`: images whose round of local training moves the weights as the released update does."""
 
+# Known are θ_0, the client's settings, and the update of a round of SGD on m images. Sought are these images.
+# 1. Labels follow from the update of the head.
+# 2. A point of the search holds the images of each of e passes, e × m × c × h × w. `Round` runs the client on them with
+# second derivatives, and `Simulation` compares its update with the released one.
+# 3. `descend` minimises that distance, and `join_passes` averages the images that belong together.
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -92,6 +98,7 @@ class FedavgMatching(Checked):
             PrivlabError: if there is no update of a client, it does not train by SGD or draws dropout, its labels
                 is not known, or all its images would start equal.
         """
+        # All clients are searched at once. The noise of each start has a seed that depends on the client's update.
         simulation = Simulation.of(seen, self.tv, self.invariance)
         if self.start == "grey" and simulation.round.client.images > 1:
             count = simulation.round.client.images
@@ -99,6 +106,7 @@ class FedavgMatching(Checked):
         points = torch.stack([self._start(simulation, update) for update in each_release(seen)]).to(seen.model.mean)
         optimiser = OPTIMISERS[self.optimiser](self.lr)
         best, _ = descend(optimiser, points, simulation, self.steps, search_identity(seen, self))
+        # A last pass that is cut short has images that were never fed. Only whole passes are joined.
         whole = simulation.round.whole_passes
         found = [
             join_passes(simulation.images(point)[:whole], labels)
@@ -144,6 +152,8 @@ class Simulation:
         if client is None:
             raise PrivlabError("fedavg-matching needs the update of a client. Found a gradient: see gradient-matching.")
         names = sorted(name for name in seen.gradients if name != "unk_embed")
+        # Decay is undone on both sides: `Round` returns −(θ_T − c θ_0). The target has norm
+        # one over all parameters together.
         targets, labels = [], []
         for update in each_release(seen):
             moved = {name: each.to(model.mean) for name, each in undecayed(model, update, client).items()}
@@ -165,10 +175,12 @@ class Simulation:
     def _value(self, points: Float[Tensor, "1 q"], numbers: Int[Tensor, " 1"]) -> Float[Tensor, " 1"]:
         i = int(numbers)
         images = self.images(points[0])
+        # 1 − cos of the update that the candidates make and the released one.
         made = {name: each[None] for name, each in self.round(images, self.labels[i]).items()}
         value = mismatch(made, self.targets[i])
         if self.tv:
             value = value + self.tv * total_variation(images.flatten(0, 1)).mean()
+        # The order of the images in a pass is not known. Passes must agree on what does not depend on it.
         if self.invariance and len(images) > 1:
             value = value + self.invariance * agree(images)
         return value
@@ -179,6 +191,7 @@ def agree(images: Float[Tensor, "e m c h w"]) -> Float[Tensor, ""]:
 
     That is the mean and the maximum of each pixel over the images of a pass; of pairs of passes, each counts twice.
     """
+    # Twice the variance over passes is the mean squared difference of all ordered pairs, each with itself included.
     told = torch.stack([images.mean(1), images.amax(1)], 1)
     return 2 * told.var(0, correction=0).mean()
 
@@ -194,6 +207,7 @@ def join_passes(images: Float[Tensor, "e m c h w"], labels: Int[Tensor, " m"]) -
     apart = _OTHER_LABEL * (labels[:, None] != labels).to(first)
     joined = [images[0]]
     for other in images[1:]:
+        # Images of different labels never match. The least total squared distance to the first pass assigns the others.
         cost = torch.cdist(first, other.flatten(1)).square() + apart
         joined.append(other[least_cost(cost)[1]])
     return torch.stack(joined).mean(0)

@@ -1,5 +1,10 @@
 """`fedleak`: gradient matching on the largest entries of each layer, at points where the objective is flat."""
 
+# Known are the model, and a gradient or the update of a round of SGD. Sought are the images.
+# 1. A round's update, divided by the sum of its rates, is taken for the mean of its gradients at θ_0.
+# 2. Only the largest entries of each layer are compared (`largest`), as in `gradient-matching`.
+# 3. `Flat` adds the norm of the slope to the objective, so that the search prefers flat regions.
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -67,11 +72,14 @@ class FedLeak(GradientMatching):
             match = Match.of(seen, self.objective, self.tv)
         else:
             releases = each_release(seen)
+            # Labels come from the head's update, as `labels_of_round` reads it for all images of the round.
             labels = torch.tensor([labels_of_round(seen.model, of, client) for of in releases]).flatten()
             mean = [mean_gradient(seen.model, of, client) for of in releases]
             gradients = {name: torch.stack([of[name] for of in mean]) for name in seen.gradients}
             labels = labels.to(seen.model.mean.device)
             match = Match.of(replace(seen, gradients=gradients, client=None), self.objective, self.tv, labels)
+        # The target is restricted to the entries compared, and its norm is one again. The candidates' gradients
+        # are restricted to the same entries by `Match`.
         compared = {name: largest(G, self.share) for name, G in match.target.items()}
         target = {name: G * compared[name] for name, G in match.target.items()}
         norm = torch.stack([G.flatten(1).norm(dim=1) for G in target.values()]).norm(dim=0)
@@ -88,6 +96,7 @@ def largest(G: Float[Tensor, "r ..."], share: float) -> Bool[Tensor, "r ..."]:
 
     Entries that are zero are never among them.
     """
+    # Entries of the magnitude of the last one counted are all taken, so that equal ones are treated the same.
     flat = G.flatten(1).abs()
     count = max(1, round(share * flat.shape[1]))
     least = flat.topk(count, dim=1).values[:, -1:]
@@ -109,6 +118,7 @@ class Flat:
         self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
         """Return value and slope; ε is `share` times the root mean square of a point, times √q."""
+        # The gradient of ‖∇D‖ is H n with n = ∇D / ‖∇D‖. A difference of slopes along n, over ε, approximates it.
         value, slope = self.objective(points, numbers)
         size = slope.norm(dim=1, keepdim=True)
         root = slope.shape[1] ** 0.5

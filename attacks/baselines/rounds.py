@@ -1,5 +1,9 @@
 """A client's round of SGD, run again on guessed images so that these can be searched for; a round as a gradient."""
 
+# A round of SGD is a known map of images: θ_0 ↦ θ_T by the client's public settings. `Round` makes it differentiable by
+# the images, so that attacks can search for those that give the released update. `rate_sum`, `mean_gradient` and
+# `labels_of_round` take a round for one gradient instead, and read the labels from it.
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +22,8 @@ _CLIP_EPS = 1e-6  # what torch adds to the norm that it clips by
 
 def rate_sum(client: Client) -> float:
     """Return Σ_s a_s of −(θ_T − c θ_0) = Σ_s a_s g_s: what a round makes of a gradient of one in each step."""
+    # One number stands for a weight that begins at 0 and has the gradient 1 in each step. Decay and momentum act on it
+    # as on every weight, so that it ends at −Σ_s a_s.
     moved, buffer = 0.0, None
     for rate in client.rates:
         step = 1 + client.weight_decay * moved
@@ -58,12 +64,16 @@ def labels_of_round(model: VictimModel, update: Update, client: Client) -> list[
     """
     if "head.bias" not in update:
         raise PrivlabError("Labels are needed, and the update of head.bias is not released to tell them.")
+    # The head's mean gradient Σ_s a_s g_s / Σ_s a_s. For one image the label is the class
+    # whose bias has a negative gradient.
     of_head = {name: u for name, u in update.items() if name in ("head.weight", "head.bias")}
     g = mean_gradient(model, of_head, client)
     if client.images == 1:
         return [int(g["head.bias"].argmin())]
     head = model.vit.head
     if isinstance(head, nn.Linear) and client.total_steps > 1 and "head.weight" in update:
+        # Half of u = θ_0 − θ_T is subtracted from θ_0: the weights half way, at which the
+        # mean of several steps' gradients fits.
         half = nn.Linear(head.in_features, head.out_features).to(head.weight)
         half.weight.data.copy_(head.weight - update["head.weight"] / 2)
         half.bias.data.copy_(head.bias - update["head.bias"] / 2)
@@ -123,20 +133,28 @@ class Round:
     ) -> dict[str, Float[Tensor, "..."]]:
         """Return −(θ_T − c θ_0), which images of each pass, with the same labels in each, move through every step."""
         client, prefix = self.client, "vit."
+        # θ starts as a leaf that requires a gradient, and each step makes a new θ: the whole round is one graph.
         trained = [name for name in trained_parameters(self.model, client) if name != "unk_embed"]
         start = {name: self.model.vit.get_parameter(name) for name in trained}
         θ = {name: each.detach().requires_grad_() for name, each in start.items()}
         buffer: dict[str, Tensor] = {}
         for s, rate in enumerate(client.rates):
+            # Step s takes its batches, in their order, from the images of its pass, or
+            # from the only images that there are.
             of_pass, step = divmod(s, client.steps_per_epoch)
             x = images[of_pass % len(images)]
+            # Of `accumulation` batches the mean loss is differentiated in one step, as a
+            # client accumulates their gradients.
             batches = torch.arange(len(labels)).split(client.batch_size)
             batches = batches[step * client.accumulation :][: client.accumulation]
             own = {prefix + name: each for name, each in θ.items()}
             losses = [
                 client_loss(client, functional_call(self.model, own, (x[rows],)), labels[rows]) for rows in batches
             ]
+            # The gradient stays in the graph, because the search needs the derivative of the update by the images.
             g = torch.autograd.grad(torch.stack(losses).mean(), list(θ.values()), create_graph=True)
+            # Clipping, weight decay and momentum are those of torch.optim.SGD: d = g + λ θ, b ← μ b + (1 − τ) d from
+            # b = d on, and θ ← θ − η b or, by Nesterov, θ − η (d + μ b).
             if client.clip is not None:
                 norm = torch.stack([each.norm() for each in g]).norm()
                 g = [each * (client.clip / (norm + _CLIP_EPS)).clamp(max=1) for each in g]
@@ -147,4 +165,5 @@ class Round:
                     buffer[name] = d if kept is None else client.momentum * kept + (1 - client.dampening) * d
                     d = d + client.momentum * buffer[name] if client.nesterov else buffer[name]
                 θ[name] = θ[name] - rate * d
+        # u less decay: −(θ_T − c θ_0), with c the share of θ_0 that decay leaves.
         return {name: client.kept_share * start[name] - θ[name] for name in self.names}

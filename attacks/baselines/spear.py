@@ -1,5 +1,12 @@
 """`spear`: the inputs of the first MLP from the exact zeros that ReLU leaves in its gradient, and images from them."""
 
+# Known are the model and the gradients G = ∂ℓ/∂W₁ = Σ_n δ_n u_nᵀ (m × d) and b = ∂ℓ/∂b₁ = Σ_n δ_n of a first MLP with
+# ReLU. Sought are the inputs u_n of the MLP, and then the images.
+# 1. G = L R has the rank n of its tokens, so that the δ_n are L q for some q: those with many exact zeros.
+# 2. Random sets of n − 1 rows of L determine candidates q. The sparsest n independent ones make up Q.
+# 3. b gives the lengths of the columns of Q, and U = Q⁻¹ R. Signs of W₁ u + b₁ test each token.
+# 4. From tokens to images as in `token-separation`, which this class extends.
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -114,6 +121,7 @@ class Spear(TokenSeparation):
         every = []
         for G, b in zip(seen.gradients[FC1][releases].double(), seen.gradients[_BIAS][releases].double(), strict=True):
             found = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
+            # With as many tokens as the width, R is square and any q is possible: no token is sought.
             if count < G.shape[1]:
                 found = self._disaggregate(Mlp.of(block), G, b, count, draw_for(self.seed, self.name, "rows"))
             if len(found.u) < count:
@@ -133,9 +141,12 @@ class Spear(TokenSeparation):
 
         `residual` is the share of each token's signs that do not.
         """
+        # Step 1: L is m × n with orthonormal columns, R is n × d, and singular values of
+        # the size of rounding are left out.
         L, σ, V = torch.linalg.svd(G, full_matrices=False)
         n = min(count, int((σ > UNIT_ROUNDOFF * σ[0]).sum()))
         L, R = L[:, :n], σ[:n, None] * V[:n]
+        # Rows that are zero for all tokens restrict no q.
         alive = L.norm(dim=1) > self.tolerance * L.norm(dim=1).max()
         rows = L[alive]
         kept = L.new_zeros(0, n)
@@ -143,17 +154,24 @@ class Spear(TokenSeparation):
         for _ in range(self.rounds if len(rows) >= n else 0):
             # A set that has a row twice leaves more than one direction, and none of them is sparse.
             chosen = torch.randint(len(rows), (self.starts, n - 1), generator=draw).to(L.device)
+            # Step 2: the last column of a complete QR decomposition is orthogonal to the n − 1 rows drawn. It is a
+            # token's if these rows are zero for one token, and then L q has far more zeros than the rows drawn.
             Q = torch.linalg.qr(rows[chosen].mT, mode="complete").Q[..., -1]
             new = Q[_zeros(rows, Q, self.tolerance).double().mean(1) > self.zeros]
             if not len(new):
                 continue
+            # Each direction is found again from all rows that it leaves at zero. Sparser ones
+            # replace those of earlier rounds.
             new = _sharpen(rows, _sparsest(rows, new, self.tolerance), self.tolerance)
             kept = _sparsest(rows, torch.cat([kept, new]), self.tolerance)
             if len(kept) < n:
                 continue
+            # Step 3: b = L Q λ gives the lengths λ of the columns, and G = (L Q Λ) U gives U = (Q Λ)⁻¹ R.
             Q = kept.mT
             lengths = torch.linalg.lstsq(L @ Q, b[:, None]).solution[:, 0]
             u = torch.linalg.solve(Q * lengths, R)
+            # ReLU passes a gradient where W₁ u + b₁ > 0, so that δ must be nonzero exactly there. The share of
+            # rows where it is not is the token's residual.
             off = L @ Q
             on = off.abs() > self.tolerance * off.abs().amax(0)
             wrong = (((u @ mlp.W1.mT + mlp.b1) > 0).mT != on)[alive].double().mean(0)
@@ -172,12 +190,15 @@ def _activation(block: PreNormBlock) -> str:
 
 def _zeros(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Tensor:
     """Return which entries of L q are zero, for each q."""
+    # δ is s × m. An entry counts as zero if it is small compared with the largest one of the same direction.
     δ = (Q @ rows.mT).abs()
     return δ <= tolerance * δ.amax(1, keepdim=True)
 
 
 def _sharpen(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "s n"]:
     """Return the directions as all rows that they leave at zero determine them, not the n − 1 drawn alone."""
+    # The q of least |rows q|² over the rows at zero is the eigenvector of the smallest
+    # eigenvalue of their n × n Gram matrix.
     left = _zeros(rows, Q, tolerance)[..., None] * rows
     return torch.linalg.eigh(left.mT @ left).eigenvectors[..., 0]
 
@@ -192,6 +213,7 @@ def _sparsest(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: fl
     for i in range(len(Q)):
         if len(basis) == Q.shape[1]:
             break
+        # Gram and Schmidt: a direction is independent if enough of it lies outside the span of the sparser ones.
         rest = Q[i : i + 1] - (Q[i : i + 1] @ basis.mT) @ basis
         if bool(rest.norm() > _INDEPENDENT):
             chosen.append(i)

@@ -1,5 +1,13 @@
 """`adam-update`: the image from the update of a client's local training by Adam or AdamW, from its signs and its ε."""
 
+# Known are θ_0, the client's settings, and the update of a client that trained on one image by Adam from a fresh state:
+# its first step moves a weight by η g / (|g| + ε). Sought are the normalised patches X (N × K).
+# 1. `shown_by_round` undoes decay, and reads of each g its sign, and its magnitude
+# where that is not large compared with ε.
+# 2. With expected magnitudes for the others, `weighted_patches` solves Aᵀ X = G for a first X.
+# 3. Where many magnitudes of ∂ℓ/∂W are known, `signed_product` fits A and X to signs, bounds and magnitudes.
+# 4. Where few are, `_Search` descends over X and Δ = ∂ℓ/∂z_L, which give the gradients of all matrices before it.
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -126,6 +134,7 @@ class AdamUpdate(Checked):
         if client is None or client.optimiser not in self.updates_of:
             found = "no client" if client is None else f"client.optimiser={client.optimiser}"
             raise PrivlabError(f"{self.name} needs the update of a client that trains by adam or adamw. Found {found}.")
+        # A filter changes signs or shares, and decay inside Adam's division is part of g. Nothing here undoes either.
         filters = [part.name for part in seen.defense if isinstance(part, GradientDefense)]
         why = f"the filter {filters[0]}" if filters else ""
         why = why or ("" if client.is_linear else f"weight decay {client.weight_decay:g} inside Adam's division")
@@ -137,16 +146,22 @@ class AdamUpdate(Checked):
 
     def _patches(self, seen: Observation, client: Client, update: Update) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image."""
+        # |u| / η = |g| / (|g| + ε) gives |g| = ε |u| / (η − |u|), known only where rounding does not hide the
+        # difference from a full step. All matrices of the embedding and of the first L blocks are read.
         first = FirstBlocks.of(seen.model, self.blocks, update)
         shown = shown_by_round(seen.model, client, {name: update[name] for name in first.names}, first.matrix)
+        # Unknown magnitudes are their bound plus the expected excess over it, which is also the error of such an entry.
         wanted = {name: expected_value(of) for name, of in shown.items()}
         errors = [torch.where(of.known, of.deviation, expected_excess(of)) for of in (shown[_PE], shown[_PROJECTION])]
+        # Aᵀ X = G with A (N × D) and G (D × K), each entry weighed by the inverse variance of these errors.
         X = weighted_patches(wanted[_PE], wanted[_PROJECTION], errors[0], errors[1])
         if not self.steps:
             return X
+        # With many known magnitudes the two gradients of the embedding say more than the signs of further layers.
         if float(shown[_PROJECTION].known.double().mean()) > _KNOWN_ENOUGH:
             a, g, names = shown[_PE], shown[_PROJECTION], seen.photographs
             return signed_product(seen.model, a, g, X, names, self.stage_steps, self.prior)
+        # Else signs of more layers are added: 1 − cos of rows, over X and Δ, by Adam from the X found.
         search = _Search.of(first, wanted, photograph_gradients(seen.model, seen.photographs), self.prior * _EDGES)
         own = (
             hash_of(seen.model.state_dict()),
@@ -180,11 +195,13 @@ class _Search:
     ) -> "_Search":
         """Return the objective for what is wanted of each matrix, in the number format of the model."""
         model, like = first.model, first.model.mean
+        # The normalised values of black and white pixels bound X.
         black, white = (
             patchify(model.normalise(like.new_full((1, *model.image_shape), shade)), model.patch)[0]
             for shade in (0.0, 1.0)
         )
         smooth = Smoothness(model.image_shape, covariance.to(like))
+        # Signs do not show how large a row of Δ is. The mean expected magnitude of the rows of ∂ℓ/∂E_pos stands for it.
         rows = wanted[_PE].abs().mean(1, keepdim=True)
         rows = rows / rows.mean()
         return cls(
@@ -193,11 +210,14 @@ class _Search:
 
     def start(self, X: Float[Tensor, "n k"]) -> Float[Tensor, " q"]:
         """Return the point of X within black and white, and of a Δ that is nothing but the signs of ∂ℓ/∂E_pos."""
+        # ∂ℓ/∂E_pos is ∂ℓ/∂z_0, which stands for Δ at the start; the rows of prefix tokens begin at zero. Division by
+        # _FASTER lets entries of Δ go that many times as far in each step of Adam.
         X, signs = X.to(self.rows).clamp(*self.box), self.wanted[_PE].sign()
         return torch.cat([X.flatten(), F.pad(signs, (0, 0, self.first.prefix, 0)).flatten() / _FASTER])
 
     def parts(self, point: Float[Tensor, " q"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, "t d"]]:
         """Return X and Δ of a point."""
+        # The inverse of `start`: N K numbers of X, then t D of Δ, whose rows are scaled.
         X, delta = point.split([self.box[0].numel(), len(point) - self.box[0].numel()])
         rows = F.pad(self.rows, (0, 0, self.first.prefix, 0), value=1.0)
         return X.view_as(self.box[0]), _FASTER * delta.view(len(rows), -1) * rows
@@ -210,7 +230,10 @@ class _Search:
 
     def _value(self, points: Float[Tensor, "1 q"], _: Int[Tensor, " 1"]) -> Float[Tensor, " 1"]:
         X, delta = self.parts(points[0])
+        # ∂⟨Δ, z_L(X)⟩/∂θ of all matrices. Their rows are compared by 1 − cos, which needs no magnitude of a row.
         made = self.first.gradients(X, delta, create_graph=True)
+        # Normalised pixels beyond black and white cost their mean squared distance. Edges
+        # cost Σ √(ε² + δᵀ Γ⁻¹ δ) a pixel.
         outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
         height, width = self.first.model.image_shape[1:]
         edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)

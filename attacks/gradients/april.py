@@ -1,5 +1,8 @@
 """`april`: the closed form of APRIL, from the gradients of the attention weights."""
 
+# Known are W_QKV, W, b, E_pos and the gradients of W_QKV and of E_pos, of a first block without pre-norm and skip.
+# Sought are the patches. Equation 8 gives all tokens z by a linear system, Equation 9 the patches from these.
+
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -68,11 +71,14 @@ class April:
                 "projection drops does not come back, however well the tokens do.",
                 2,
             )
+        # ∂ℓ/∂z = ∂ℓ/∂E_pos for each token, the class token included, because attention reads z itself.
         dz = seen.gradients["pos_embed"].squeeze(1)  # b × (N + 1) × D
         warn_of_limits(self.name, dz, most=dz.shape[2])
         W_qkv = vit.get_parameter("blocks.0.attn.qkv.weight").double()
         dW_qkv = seen.gradients["blocks.0.attn.qkv.weight"].double()
         z = ridge_inverse(dz.mT, self.rtol) @ W_qkv.mT @ dW_qkv  # Eq. 8: (∂ℓ/∂z)ᵀ z = W_QKVᵀ ∂ℓ/∂W_QKV
+        # z = W x + b + E_pos: what is added is subtracted, the class token left out, and W⁺ (K × D)
+        # applied. For K > D it gives the x of least norm.
         bias = 0 if proj.bias is None else proj.bias
         embedded = (z - (vit.get_parameter("pos_embed") + bias))[:, -vit.patch_embed.num_patches :]
         # The solves are in float64; the last product is in the released precision, and loses nothing more.

@@ -1,5 +1,12 @@
 """`block-key`: the key of encrypted images, from the statistics of their blocks, and the images."""
 
+# Known are gradients of images that were all encrypted with one key, the model, and public photographs. The key orders
+# the k = c p² values in a block, turns some of them into their negative, and orders the blocks. Sought are the images.
+# 1. `patch-gradient` gives the encrypted images, b × N × k.
+# 2. `_negative_values` and `_value_orders` undo the key within a block by the correlations of values over all blocks.
+# 3. `assemble` puts the blocks together by their borders, added up over the images.
+# 4. Turns, mirror images, negatives and orders of the channels remain: `_likelihood` chooses by the model's classes.
+
 from dataclasses import dataclass
 from itertools import permutations, product
 from typing import ClassVar
@@ -99,12 +106,20 @@ class BlockKey(Checked):
         model, (c, h, w), p = seen.model, seen.model.image_shape, seen.model.patch
         if h != w:
             raise PrivlabError(f"block-key turns images, which must be square. Found {h} × {w} pixels.")
+        # Step 1: the closed form does not depend on what the model makes of the encrypted images.
         X = patchify(PatchGradient()(seen), p).double()
+        # Step 2: values that were turned into 1 − x are turned back. Which half it was is
+        # not certain, and step 4 decides.
         flipped = _negative_values(X.flatten(0, 1))
         X = torch.where(flipped, 1 - X, X)
+        # There is one order for each permutation of the channels (6 of RGB), with the same
+        # layout of the pixels in all of them.
         orders = _value_orders(X.flatten(0, 1), _public_covariance(seen), c)
+        # Step 3: border costs do not depend on the order of the channels, so that the first order serves for all.
         costs = [border_costs(each.unflatten(1, (c, p, p)).float()) for each in X[..., orders[0]]]
         blocks = assemble(torch.stack(costs).sum(0), model.grid, rounds=self.rounds)
+        # Step 4: every order of the channels, each turn and mirror image, and the
+        # negative if some values were negative.
         shown = [unpatchify(X[:, blocks][..., order], (c, h, w)).to(model.mean) for order in orders]
         signs = (False, True) if flipped.any() else (False,)
         guesses = (
@@ -112,6 +127,8 @@ class BlockKey(Checked):
             for images, negative, turn in product(shown, signs, TURNS)
         )
         labels = seen.gradients[_BIAS].argmin(1) if _BIAS in seen.gradients else None  # the only entry below 0
+        # The first number counts, which is the share of the labels predicted. Of equal
+        # ones, the mean log-probability decides.
         found = max(guesses, key=lambda images: _likelihood(model, images, labels))
         found = found.flip(3) if self.mirror else found
         return Reconstruction(found, loose=torch.ones(X.shape[:2], dtype=torch.bool, device=X.device))
@@ -131,6 +148,7 @@ def _public_covariance(seen: Observation) -> Float[Tensor, "k k"]:
     model, (c, h, w), p = seen.model, seen.model.image_shape, seen.model.patch
     if seen.photographs != ():
         return patch_statistics(model, photographs((h, w), seen.photographs, c).to(model.mean))[1]
+    # Pixels at a distance r have the correlation 0.9^r in one channel, and none across channels.
     places = torch.cartesian_prod(torch.arange(p), torch.arange(p)).to(model.mean).double()
     return torch.block_diag(*[NEIGHBOURS ** torch.cdist(places, places)] * c)
 
@@ -167,6 +185,8 @@ TINY = 1e-9  # relative variance below which a direction has none
 
 def _negative_values(patches: Float[Tensor, "m k"]) -> Tensor:
     """Mark the values that were turned into their negative, or all others: natural values rise and fall together."""
+    # Natural values rise and fall together, so that the leading eigenvector of their correlations has one sign. Those
+    # of the rarer sign are taken for the negative ones.
     first = torch.linalg.eigh(_correlation(patches.mT.cov(correction=0)))[1][:, -1]
     return first < 0 if (first < 0).sum() * 2 <= len(first) else first >= 0
 
@@ -182,12 +202,17 @@ def _value_orders(
     it fits that of public patches best, and the assignment is then refined by similarities exp(−d² / width), with d²
     = 2 − 2 ρ. The best layout of the three is carried over to the other channels by their correlations with it.
     """
+    # C is k × k over all encrypted blocks. `like` is n × n, the mean of the public correlations within each channel.
     C, n = _correlation(patches.mT.cov(correction=0)), len(public) // channels
     like = torch.stack([_correlation(public[i : i + n, i : i + n]) for i in range(0, len(public), n)]).mean(0)
     best, found = -torch.inf, []
+    # Each candidate cuts the values into channels. Each channel is laid out, and the
+    # cut with the best sum of fits stays.
     for groups in _channels(C, channels):
         laid = [_layout(C[group][:, group], like) for group in groups]
         if (total := sum(fit for fit, _ in laid)) > best:
+            # The channel with the best layout is the model for the others: their values
+            # vary with those at the same pixel.
             first = max(range(channels), key=lambda i: laid[i][0])
             best, found = total, _carried(C, groups, first, groups[first][laid[first][1]])
     return [torch.cat(order) for order in permutations(found)]
@@ -200,7 +225,9 @@ def _correlation(S: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
 
 def _components(C: Float[Tensor, "k k"], count: int) -> Float[Tensor, "k q"]:
     """Return the leading components of values less their mean over the patch, with unit variance."""
+    # Without the mean over a patch, its brightness, the leading components are the slowest waves across and down.
     centred = C - C.mean(0) - C.mean(1, keepdim=True) + C.mean()
+    # The eigenvectors have length one. Multiplied by the root of their number of entries, they have mean square one.
     return torch.linalg.eigh(centred)[1][:, -count:] * len(C) ** 0.5
 
 
@@ -214,20 +241,28 @@ def _channels(C: Float[Tensor, "k k"], channels: int) -> list[list[Int[Tensor, "
         return [[torch.arange(k, device=C.device)]]
     found, draw = [], Generator().manual_seed(0)
     for q in DIMENSIONS:
+        # Value i is the point Z_i in q components. Two groups that differ along some direction w are two channels.
         Z, best, kept = _components(C, q), torch.inf, None
         for _ in range(STARTS):
+            # From a random direction, values are cut into equal groups by their order along it.
             w = torch.randn(q, generator=draw, dtype=C.dtype).to(C)
             groups, ratio = (Z @ w).argsort().view(channels, -1), w
             for _ in range(_ROUNDS):
+                # Within the groups the covariance is that of all less that of the means,
+                # since ZᵀZ / k = I and the mean is 0.
                 means = Z[groups].mean(1)
                 within = Z.mT @ Z / k - means.mT @ means / channels + TINY * torch.eye(q).to(C)
+                # The direction w of the largest variance between groups relative to that within:
+                # a generalised eigenproblem, by the Cholesky factor of `within`.
                 L = torch.linalg.cholesky(within)
                 half = torch.linalg.solve_triangular(L, means.mT @ means / channels, upper=False)
                 ratio, V = torch.linalg.eigh(torch.linalg.solve_triangular(L, half.mT, upper=False))
                 w = torch.linalg.solve_triangular(L.mT, V[:, -1:], upper=True)[:, 0]
+                # The values are cut again along the new direction, until the groups stay the same as sets.
                 before, groups = groups, (Z @ w).argsort().view(channels, -1)
                 if torch.equal(before.sort(1).values, groups.sort(1).values):
                     break
+            # Of all starts the cut with the largest ratio counts.
             if -ratio[-1] < best:
                 best, kept = -ratio[-1], groups
         found += [list(kept)] if kept is not None else []
@@ -240,19 +275,29 @@ def _layout(C: Float[Tensor, "n n"], like: Float[Tensor, "n n"]) -> tuple[float,
     The fit is the correlation of the similarities of two different values each: those of a value with itself are 1 in
     every layout, and would hide the others.
     """
+    # The two leading components are the coordinates of values, and of public pixels, in a
+    # square, up to a turn or mirroring.
     Z, pixels = _components(C, 2), _components(like, 2)
     near, wanted = _similarities(C), _similarities(like)
     best = (-torch.inf, torch.arange(len(C), device=C.device))
     pairs = ~torch.eye(len(C), dtype=torch.bool, device=C.device)
     for step in range(ANGLES):
+        # The components of a square have equal eigenvalues, so that any rotation of
+        # them is possible: several are tried.
         angle = torch.tensor(step * torch.pi / 2 / ANGLES, dtype=C.dtype)
         Q = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2).to(C)
+        # order[j] is the value that is put at pixel j, for the least total squared distance.
         order = least_cost(torch.cdist(pixels, Z @ Q).square())[1]
         for _ in range(TURNINGS):
+            # Procrustes: the orthogonal matrix that turns the assigned values nearest to
+            # their pixels, then assignment again.
             U, _, V = torch.linalg.svd(Z[order].mT @ pixels)
             order = least_cost(torch.cdist(pixels, Z @ (U @ V)).square())[1]
+        # Then similarities with all other values, not the two components alone, decide:
+        # wide ones first, narrow ones last.
         for own, public in zip(near, wanted, strict=True):
             order = _refined(own, public, order)
+        # The fit is the correlation of similarities over all pairs of pixels, without those of a pixel with itself.
         both = torch.stack([near[0][order][:, order][pairs], wanted[0][pairs]])
         fit = float(both.corrcoef()[0, 1].nan_to_num(0))
         best = max(best, (fit, order), key=lambda each: each[0])
@@ -266,6 +311,7 @@ def _similarities(C: Float[Tensor, "n n"]) -> list[Float[Tensor, "n n"]]:
 def _refined(near: Float[Tensor, "n n"], wanted: Float[Tensor, "n n"], order: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Assign each value by its similarities with the others under the current order, until that is stable."""
     for _ in range(_ROUNDS):
+        # A value fits pixel j if its similarities with the values at all pixels are those that pixel j should have.
         before, order = order, least_cost(-(wanted @ near[order]))[1]
         if torch.equal(before, order):
             break
@@ -276,6 +322,8 @@ def _carried(
     C: Float[Tensor, "k k"], groups: list[Int[Tensor, " n"]], first: int, laid: Int[Tensor, " n"]
 ) -> list[Int[Tensor, " n"]]:
     """Return the values of each channel by pixel: the values of another one vary as the pixel at their place."""
+    # Row j holds how the value at pixel j of the first channel varies with all pixels of it. A value of another
+    # channel at pixel j varies with them in the same way.
     own = _standard(C[laid][:, laid])
     return [
         laid if i == first else group[least_cost(-(own @ _standard(C[group][:, laid]).mT))[1]]

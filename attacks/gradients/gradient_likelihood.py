@@ -1,5 +1,8 @@
 """`gradient-likelihood`: the likeliest image behind a noisy gradient of all layers."""
 
+# The search of `gradient-matching` with another objective: −log p(G | x) by what is known of a defense's errors
+# (`Likelihood`), plus an image prior. Everything but the default options is inherited; `Match._value` has the formula.
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar

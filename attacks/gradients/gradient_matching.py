@@ -1,5 +1,12 @@
 """`gradient-matching`: the images whose gradient is the released one, by descent from the result of a closed form."""
 
+# Known are the model, the released gradients G of B images in each of r releases, and what a defense does.
+# Sought are the images whose gradients agree with G.
+# 1. `Match.of` reads labels, masked slots, and the directions C Y that a closed form leaves open (under MJP).
+# 2. `_points` starts from the reconstruction of a closed form, grey or noise; restarts add noise.
+# 3. `descend` minimises `Match._value`: the distance of gradients, and total variation or an image prior.
+# 4. The best of all restarts is returned for each release.
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -134,13 +141,16 @@ class GradientMatching(Checked):
         Warns:
             PrivlabWarning: if masked slots are not known, or the state cannot be kept.
         """
+        # Restart j of release i is candidate j r + i, so that numbers modulo r are those of releases.
         match = self._match(seen)
         points = torch.cat([self._points(match, seen, number) for number in range(self.restarts)])
         optimiser = OPTIMISERS[self.optimiser](self.lr)
         best, least = descend(optimiser, points, self._objective(match), self.steps, search_identity(seen, self))
+        # For each release, the restart of least objective.
         winner = least.unflatten(0, (self.restarts, -1)).argmin(0)
         rows = torch.arange(len(winner), device=winner.device)
         chosen = best.unflatten(0, (self.restarts, -1))[winner, rows]
+        # Slots with E_unk come back in any order (`loose`), because nothing distinguishes their places.
         images = seen.model.to_images(match.patches(chosen, rows).flatten(0, 1))
         return Reconstruction(images, loose=match.masked)
 
@@ -164,7 +174,9 @@ class GradientMatching(Checked):
             images = mean.new_full((count, *shape), 0.5)
         else:
             images = Reconstruction.of(STARTS[start]()(seen)).images.to(mean)
+        # Normalised patches, r × B × N × K.
         X = patchify(seen.model.normalise(images), seen.model.patch).unflatten(0, (-1, match.B))
+        # Restarts differ in their noise, whose seed depends on the release and on the number of the restart.
         if restart and start != "noise":
             noise = [torch.randn(X.shape[1:], generator=draw, dtype=X.dtype) for draw in draws]
             X = X + _RESTART_STD * torch.stack(noise).to(X)
@@ -182,6 +194,8 @@ class GradientMatching(Checked):
             check_capabilities(STARTS[self.start](), seen.grants)
         if self.start != "auto":
             return self.start
+        # Closed forms are sorted, the best last. Those of MJP count only where masked slots were found; behind a
+        # defense on gradients only the first of them knows of errors.
         fitting = [
             name
             for name, kind in STARTS.items()
@@ -228,11 +242,15 @@ class Match:
         Raises:
             PrivlabError: if the labels are not known.
         """
+        # The order of names is fixed, because hashes and sums depend on it. Only parameters
+        # are left of which candidates make gradients too.
         G, B = {name: seen.gradients[name] for name in sorted(seen.gradients)}, seen.images_per_release
         names = released_parameters(seen.model)
         G = {name: g for name, g in G.items() if name in names}
         defended = any(isinstance(part, GradientDefense) for part in seen.defense)
+        # Under a defense an entry of zero may be one that was left out, and is not compared.
         compared = {name: g != 0 for name, g in G.items()} if defended else None
+        # ‖G‖ over all parameters, of each release.
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in G.values()]).norm(dim=0)
         r = len(norm)
         masked = _masked_slots(seen)
@@ -257,11 +275,13 @@ class Match:
         """Return the points of patches; where only C is free, those of the nearest patches `known` + C Y."""
         if self.span is None:
             return X.flatten(1)
+        # The rows of Y are orthonormal, so that (X − known) Yᵀ are the nearest coordinates.
         known, Y = self.span
         return ((X[:, 0] - known) @ Y.mT).flatten(1)
 
     def patches(self, points: Float[Tensor, "s q"], release: Int[Tensor, " s"]) -> Float[Tensor, "s B n k"]:
         """Return the normalised patches of points of these releases."""
+        # A point is all patches of B images, or C (N × m) of the one image X = known + C Y.
         n = self.model.vit.patch_embed.num_patches
         if self.span is None:
             return points.view(len(points), self.B, n, -1)
@@ -272,18 +292,23 @@ class Match:
         self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
         """Return the objective and its gradient at the points of candidates with these numbers, a few at a time."""
+        # As many candidates are evaluated together as their gradients leave room for.
         size = self.B * sum(parameter.numel() for parameter in self.model.parameters())
         return values_and_slopes(self._value, points, numbers % len(self.norm), max(1, _MOST_ENTRIES // size))
 
     def _value(self, points: Float[Tensor, "s q"], release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
         model, X = self.model, self.patches(points, release).flatten(0, 1)
+        # Candidates are fed as the client's images were: slots without a gradient of E_pos
+        # are fed with E_unk, or with zero.
         feed = Feed.undefended(unpatchify(X, model.image_shape) * model.std + model.mean, model.patch)
         if self.masked is not None:
             masked = self.masked.unflatten(0, (-1, self.B))[release].flatten(0, 1)
             feed = replace(feed, masked_pe=masked, replacement="unknown" if self.unknown else "zero")
         labels = self.labels.view(-1, self.B)[release].flatten()
+        # The gradient of each candidate release, differentiable by its patches.
         g = released_gradients(model, feed, labels, self.target, self.B, create_graph=True)
         pixels = model.image_shape[1] * model.image_shape[2]
+        # −log p(G | x) over the number of pixels, or 1 − cos, or ½ ‖g / ‖G‖ − target‖²; see `mismatch`.
         if self.likelihood is not None:
             value = self.likelihood(g, release) / (self.B * pixels)
         else:
@@ -293,6 +318,7 @@ class Match:
             value = mismatch(g, target, self.norm[release] if self.objective == "l2" else None)
         if not self.tv:
             return value
+        # Σ √(ε² + δᵀ Γ⁻¹ δ) over the differences of adjacent pixels, a mean over images and pixels.
         variation = self._prior.sparse_energy(X, EDGE_WIDTH).view(-1, self.B).mean(1) / pixels
         return value + self.tv * variation
 
@@ -316,6 +342,7 @@ def mismatch(
         norm: norm of the released gradient of each candidate; without it, that of g itself.
     """
     if norm is None:
+        # For unit vectors ½ ‖a − b‖² = 1 − cos(a, b).
         norm = sum((each.flatten(1).square().sum(1) for each in g.values()), torch.zeros(())).sqrt()
     off = [each.flatten(1) / norm[:, None] - target[name].flatten(1) for name, each in g.items()]
     return torch.stack([each.square().sum(1) for each in off]).sum(0) / 2
@@ -334,6 +361,7 @@ def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) ->
         raise PrivlabError(
             f"gradient-matching needs the labels, and no gradient of {HEAD_BIAS} is released to tell them."
         )
+    # The gradient of the head's bias is negative at labels alone.
     told = [told_labels(head, {name: g[i] for name, g in G.items()}, B) for i in range(len(G[HEAD_BIAS]))]
     return torch.tensor([each.labels for each in told if each], device=G[HEAD_BIAS].device).flatten()
 
@@ -345,6 +373,7 @@ def _masked_slots(seen: Observation) -> Bool[Tensor, "rB n"] | None:
         PrivlabWarning: if E_unk is used in some slots, but the gradient does not tell in which.
     """
     B = seen.images_per_release
+    # Masked slots are those whose E_pos has no gradient: of one image, or of all if they share one mask.
     if "pos_embed" in seen.gradients and (B == 1 or shares_mask(seen)):
         masked = masked_slots(seen)
         if masked.any():
@@ -360,9 +389,11 @@ def _masked_slots(seen: Observation) -> Bool[Tensor, "rB n"] | None:
 
 def _span(seen: Observation) -> tuple[Float[Tensor, "r n k"], Float[Tensor, "r m k"]] | None:
     """Return what is known of the patches and the span Y of the rest; None if N ≥ D or ∂ℓ/∂W is not released."""
+    # For N < D, X = known + C Y with an exact known part (`subspace`), so that the search is for C alone.
     A = slot_gradients(seen)
     if A.shape[1] >= A.shape[2] or "patch_embed.proj.weight" not in seen.gradients:
         return None
     found, dtype = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2)), seen.model.mean.dtype
+    # Masked slots have no known part: all of their patch lies in the span of Y.
     known = found.known.masked_fill(found.masked[..., None], 0)
     return known.to(dtype), found.Y.to(dtype)

@@ -1,5 +1,9 @@
 """`head-inversion`: images with the features that the head read, which follow from its gradient."""
 
+# Known are the model and the gradients of its head, Σ_i r_i f_iᵀ and Σ_i r_i. Sought are images whose features are f_i.
+# 1. `_sums` makes these sums of a gradient or of an update, and `_separated` finds the f_i in them.
+# 2. Adam minimises ‖f(x) − f‖² / ‖f‖² + tv · TV(x) from grey, for all images at once.
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +84,7 @@ class HeadInversion(Checked):
         Warns:
             PrivlabWarning: if some images of a gradient cannot be separated.
         """
+        # Step 1: one row of features for each image. Images that were not separated keep ones, and stay grey.
         f, known = self._features(seen)
         if not bool(known.all()):
             warn(
@@ -88,13 +93,16 @@ class HeadInversion(Checked):
                 2,
             )
         model, size = seen.model, f.square().sum(1)
+        # Step 2: x = sigmoid(u) keeps pixels in [0, 1]; u = 0 is grey.
         u = model.mean.new_zeros(len(f), *model.image_shape)
         adam = torch.optim.Adam([u], lr=self.learning_rate)
         for step in range(self.steps):
+            # The rate falls along half a cosine from its first value to zero.
             adam.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * step / self.steps)) / 2
             with gradients_enabled():
                 point = u.detach().requires_grad_()
                 x = point.sigmoid()
+                # The images are independent, so that the slope of the sum is that of each.
                 off = (model.features(x) - f).square().sum(1) / size
                 (slope,) = torch.autograd.grad((off + self.tv * total_variation(x)).sum(), point)
             u.grad = slope * known[:, None, None, None]
@@ -110,6 +118,7 @@ class HeadInversion(Checked):
         known = torch.zeros_like(f[:, 0], dtype=torch.bool)
         for i, own in enumerate(self._sums(seen)):
             found = self._separated(head, own, B)
+            # Release i has rows i B to (i + 1) B − 1. Those that were found come first.
             rows = slice(i * B, i * B + len(found))
             f[rows], known[rows] = found.to(f), True
         return f, known
@@ -119,6 +128,7 @@ class HeadInversion(Checked):
         client, B = seen.client, seen.images_per_release
         if client is None:
             return each_release(seen)
+        # The update of one whole step is a gradient but for a factor, and may hold several images.
         if client.gradient_factor is not None:
             return each_release(as_gradients(seen))
         if B > 1:
@@ -126,6 +136,8 @@ class HeadInversion(Checked):
                 f"{self.name} reads several images from the update of one whole step. Found {B} images and "
                 f"client.steps={client.total_steps}. That it does not apply is no evidence of privacy."
             )
+        # Several steps of one image: where the head alone trains f is constant, and Σ_s a_s h_s fᵀ is an outer product
+        # still. Where more trains, what comes out is a mixture of the features of all steps.
         return [undecayed(seen.model, own, client) for own in each_release(seen)]
 
     def _separated(self, head: nn.Linear, own: Mapping[str, Tensor], count: int) -> Float[Tensor, "k d"]:

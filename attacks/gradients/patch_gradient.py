@@ -1,5 +1,8 @@
 """`patch-gradient`: the image from the gradients of the position and the patch embedding."""
 
+# Known are A = ∂ℓ/∂E_pos (N × D, without prefix tokens) and G = ∂ℓ/∂W (D × K). Sought are the normalised patches X
+# (N × K). Since z_n = W x_n + b + e_n, G = Σ_n g_n x_nᵀ = Aᵀ X with g_n = ∂ℓ/∂e_n: one linear system is solved.
+
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -66,8 +69,10 @@ class PatchGradient:
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
+        # Row n of A is g_n = ∂ℓ/∂z_n = ∂ℓ/∂e_n, and G = Σ_n g_n x_nᵀ.
         G = seen.gradients["patch_embed.proj.weight"].flatten(2)  # b × D × K
         A = slot_gradients(seen)  # b × N × D
         warn_of_limits(self.name, A, most=A.shape[2] - 1)
+        # X = (Aᵀ)⁺ G in float64. The ridge damps directions of A that are weaker than float32's rounding.
         X = ridge_inverse(A.mT, self.rtol) @ G.double()
         return seen.model.to_images(X)

@@ -1,5 +1,12 @@
 """`patch-gradient-adaptive`: the image from a gradient that is noisy, lacks entries, or is rounded to few bits."""
 
+# Known are Ã = A + E₁ (N × D) and G̃ = Aᵀ X + E₂ (D × K), with the variances of E₁ and E₂, and bounds on
+# missing entries. Sought are the patches X (N × K).
+# 1. The start is the ridge solution of Ãᵀ X = G̃, clamped to black and white behind a defense on gradients.
+# 2. `_improve` takes a Gauss-Newton step of total least squares with an image prior.
+# 3. `NoisyGradients.complete` computes missing entries from A and X. Both steps alternate.
+# Under MJP the slots of nothing but noise are masked, and `mjp-subspace` does the rest.
+
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -90,16 +97,19 @@ class PatchGradientAdaptive(Checked):
         """Reconstruct the images that the clients fed."""
         model, release = seen.model, NoisyGradients.of(seen)
         warn_of_limits(self.name, release.A, most=release.A.shape[2] - 1, knows_mask=True)
+        # Masked slots are those whose row is no larger than its noise. Zero rows show them to `subspace`.
         if hides_places(seen):
             found = subspace(release.A.masked_fill(release.silent_slots[..., None], 0), release.G)
             return model.to_images(MjpSubspace().complete(found, seen))
         X = ridge_inverse(release.A.mT) @ release.G
         if any(isinstance(part, GradientDefense) for part in seen.defense):
+            # The normalised black and white differ by channel. No start is outside of what pixels can be.
             channel = X.shape[2] // model.image_shape[0]
             ends = (((end - model.mean) / model.std).double().flatten() for end in (0.0, 1.0))
             X = X.clamp(*(end.repeat_interleave(channel) for end in ends))
             prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs).double())
             for _ in range(self.rounds):
+                # After each step missing entries follow from the new X, within their bounds.
                 X = _improve(X, release, prior, self.epsilon, self.steps)
                 release = release.complete(X)
         return model.to_images(X)
@@ -113,6 +123,8 @@ def _improve(
     With A the posterior one, the gradient is −A R W + D ρ Var E₂ (I + ρ X Xᵀ)⁻¹ X + Var E₂ H X, and the Hessian about
     V ↦ A Aᵀ V W + Var E₂ H V, with W = (I + ρ Xᵀ X)⁻¹ and H the curvature of the prior.
     """
+    # With X = U s Y, W = (I + ρ Xᵀ X)⁻¹ (K × K) has the eigenvalues ω along the rows of
+    # Y and 1 elsewhere. W is never made.
     ρ, noise, D = release.ratio, release.noise_weight, release.A.shape[2]
     U, s, Y = torch.linalg.svd(X, full_matrices=False)
     ω = 1 / (1 + ρ[:, 0] * s.square())  # the eigenvalues of W on the span of the patches; 1 beyond
@@ -121,9 +133,13 @@ def _improve(
         return V - ((V @ Y.mT) * (1 - ω)[:, None]) @ Y
 
     H = prior.curvature(X, epsilon)
+    # With the A that explains Ã and G̃ best for this X, the slope has the three parts of the docstring: data,
+    # log-determinant and prior, all times Var E₂.
     A = posterior(release.A, release.G, X, ρ)
     slope = A @ whiten(release.A.mT @ X - release.G)
     slope = slope + D * release.noise_pe * (U * (ω * s)[:, None]) @ Y + noise * H(X)
+    # The preconditioner takes I for the prior's H. In the eigenbases of A Aᵀ and of W the matrix is λ_i ω_j + Var E₂,
+    # and λ_i + Var E₂ outside of the span of the patches.
     λ, Q = torch.linalg.eigh(A @ A.mT)
     inside = λ[:, :, None] * ω[:, None] + noise
     beyond = λ[:, :, None] + noise
@@ -137,6 +153,7 @@ def _improve(
         return A @ (A.mT @ whiten(V)) + noise * H(V)
 
     step = conjugate_gradients(product, -slope, steps, precondition)
+    # Of six lengths, 0 among them, each image takes the one of least objective, so that none gets worse.
     tried = torch.stack([X + share * step for share in (1.0, 0.5, 0.25, 0.1, 0.03, 0.0)])
     values = torch.stack([_objective(each, release, prior, epsilon) for each in tried])
     return tried[values.argmin(0), torch.arange(len(X), device=X.device)]
@@ -147,6 +164,8 @@ def _objective(
 ) -> Float[Tensor, " b"]:
     """Return the objective of `PatchGradientAdaptive`, times Var E₂."""
     ρ, noise = release.ratio, release.noise_weight.flatten()
+    # R = G̃ − Ãᵀ X is D × K. By Woodbury, tr R W Rᵀ = ‖R‖² − ρ ‖L⁻¹ X Rᵀ‖² with L Lᵀ = I + ρ X Xᵀ (N × N).
+    # Half its log-determinant is Σ_n log L_nn.
     R = release.G - release.A.mT @ X
     L = torch.linalg.cholesky(torch.eye(X.shape[1], dtype=X.dtype, device=X.device) + ρ * X @ X.mT)
     S = torch.linalg.solve_triangular(L, X @ R.mT, upper=False)

@@ -1,5 +1,14 @@
 """`patch-update`: the image from the update of a client's local training by SGD, its rounding foreseen."""
 
+# Known are θ_0, the client's public settings, and the update u = −(θ_T − θ_0) of E_pos and W, which may have passed
+# filters. Sought are the normalised patches X (N × K) of the one image that the client trained on.
+# 1. `without_decay` takes the share of weight decay off u, which leaves A (N × D) of E_pos and G (D × K) of W.
+# 2. `weighted_patches` solves Aᵀ X = G, each entry weighed by the rounding of the weight that it was subtracted from.
+# 3. `patches_of_levels` gives a second candidate, whose pixels are whole grey levels.
+# 4. `update_on` trains the client on each candidate. The nearest update to u wins, and its
+# rounding is subtracted from u for another solve.
+# Behind filters that drop or clip entries, `_behind` replaces steps 3 and 4: the missing entries of A are unknowns too.
+
 import copy
 import math
 from collections.abc import Mapping
@@ -136,6 +145,7 @@ class PatchUpdate(Checked):
         Raises:
             PrivlabError: if the observation has no client, or one that does not train by SGD.
         """
+        # Adam divides each entry of a gradient by its own magnitude, so only SGD leaves one linear map for A and G.
         client = seen.client
         if client is None or client.optimiser != "sgd":
             found = "no client" if client is None else f"client.optimiser={client.optimiser}"
@@ -143,19 +153,26 @@ class PatchUpdate(Checked):
                 f"patch-update needs the update of a client that trains by sgd. Found {found}. That this attack does "
                 "not apply is no evidence of privacy."
             )
+        # The system determines X for N < D only: pre-norm blocks ignore a constant added to a token, so that A has
+        # rank D − 1 at most.
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
         releases = each_release(seen)
         stack, errors = Stack(tuple(seen.defense)), errors_of_filters(seen, (_PE, _PROJECTION))
+        # A filter may have set all entries of E_pos or of W to zero. There is no equation then.
         nothing = [name for name in (_PE, _PROJECTION) if not all(update[name].any() for update in releases)]
         if stack.on_gradients and nothing:
             raise PrivlabError(
                 f"{self.name} has nothing to solve for: the filter left no entry of {' and '.join(nothing)}. That it "
                 "does not apply is no evidence of privacy."
             )
+        # Filters that put errors on entries state their variances, and rounding is not foreseen then. Others
+        # change these two parameters by a factor at most.
         scaled = scales(stack.on_gradients)
         if any(bool(variance.any()) for of_one in errors for variance in of_one.values()):
             found = [self._behind(seen.model, client, *of_one, scaled) for of_one in zip(releases, errors, strict=True)]
         else:  # filters that leave parameters out, or scale the others, take nothing of these
+            # A defense of images makes private draws in each step, so that training the client
+            # again does not repeat its rounding.
             own = replace(self, rounds=0) if stack.changes_images else self
             found = [own._patches(seen.model, client, update, scaled) for update in releases]
         return seen.model.to_images(torch.stack(found))
@@ -164,25 +181,37 @@ class PatchUpdate(Checked):
         self, model: VictimModel, client: Client, update: Update, errors: Update, scaled: bool
     ) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image from what filters left of its update."""
+        # With u = −(θ_T − θ_0) and the lost share l = 1 − c of θ_0, u − l θ_0 is what the gradients moved.
         moved = without_decay(model, update, self._lost(model, client, update, scaled=scaled))
         rounding = rounding_of_embedding(model, client, update)
+        # A is N × D and G is D × K. d* are standard deviations of the rounding, v* the
+        # variances that the filters state.
         A, dA, vA = (slot_rows(model, each[_PE]) for each in (moved, rounding, errors))
         G, dG, vG = (each[_PROJECTION].flatten(1) for each in (moved, rounding, errors))
+        # The variances of filters and of rounding add up. The last term is float32's rounding of the matrix as a whole.
         missing = _missing(vA)
         vA, vG = (v + d.square() + RTOL**2 * M.square().mean() for v, d, M in ((vA, dA, A), (vG, dG, G)))
+        # Missing entries of A become unknowns. Afterwards they count as exact, so that
+        # only the other entries' errors weigh.
         if 0 < int(missing.sum()) <= _MOST_MISSING:
             A, vA = _complete(A, G, vA, vG, missing), vA.masked_fill(missing, 0)
+        # Entry (d, k) of G − Aᵀ X gets the weight 1 / (Var G_dk + Σ_n Var A_nd x_nk²). A
+        # missing entry of G hardly counts.
         return weighted_patches(A, G, vA.sqrt(), vG.sqrt())
 
     def _lost(self, model: VictimModel, client: Client, update: Update, *, scaled: bool = False) -> float:
         """Return the share of θ_0 that decay took: that of the settings, or fitted where the update is `scaled`."""
+        # A filter that scales the update by an unknown factor scales the decay in it too,
+        # so that its share must be fitted.
         if self.decay == "known" and not (scaled and client.weight_decay):
             return 1 - client.kept_share
+        # (u_e − l E)ᵀ X = u_W − l W₀ holds at the true l alone: `fit_decay` finds the l of the least residual.
         E = slot_rows(model, model.vit.get_parameter(_PE).detach().double())
         return fit_decay(model, update, slot_rows(model, update[_PE].double()), E)
 
     def _patches(self, model: VictimModel, client: Client, update: Update, scaled: bool) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image; `scaled` says whether a filter scaled its update."""
+        # Decay and the rounding of stored weights come first: both are known from the settings and θ_0, or are fitted.
         lost = self._lost(model, client, update, scaled=scaled)
         deviations = rounding_of_embedding(model, client, update)
         patches, width = slot_rows(model, update[_PE]).shape
@@ -191,35 +220,54 @@ class PatchUpdate(Checked):
         def solve(of: Mapping[str, Tensor]) -> list[_Candidate]:
             A, dA = (slot_rows(model, each[_PE]) for each in (of, deviations))
             G, dG = (each[_PROJECTION].flatten(1) for each in (of, deviations))
+            # Aᵀ X = G, entry by entry weighed by the inverse variance of its rounding, is the first candidate.
             X = weighted_patches(A, G, dA, dG)
             found = [_Candidate(X, model.to_images(X[None]))]
             if self.levels and not is_open:
+                # The solve on grey levels has one weight for each of the D equations, so that the variances Var
+                # G_dk + Σ_n Var A_nd x_nk² are averaged over the K columns.
                 variance = (dG.square() + dA.square().mT @ X.square()).mean(1)
                 X = patches_of_levels(model, A, G, 1 / variance, self.levels)
                 found.append(_Candidate(X, (model.to_images(X[None]) * self.levels).round() / self.levels))
             return found
 
+        # The first solve knows nothing of how the rounding fell. It is the result where training
+        # cannot be repeated, or has no label.
         moved = without_decay(model, update, lost)
         found = solve(moved)
         private = client.dropout or client.drop_path
         if not self.rounds or private or self.decay == "fitted" or not client.has_labels or is_open:
             return found[0].X
+        # ∂ℓ/∂b_c = p_c − y_c is negative for the label alone, and u has the sign of a gradient. Without the head's
+        # bias, the classes are tried whose logits rise most along the update.
         has_bias = "head.bias" in moved
         labels = [int(moved["head.bias"].argmin())] if has_bias else labels_that_rise(model, moved, found[0].image)
+        # The same client in float64, which sends its difference in full, has no rounding: the
+        # difference of both is the rounding.
         unrounded, plain = copy.deepcopy(model).double(), replace(client, sends="difference", sent_as="float32")
         first = best = found[0].X
         least = math.inf
+        # Each round trains the client on all candidates, keeps the best of all rounds, and
+        # foresees the rounding of the next.
         for left in reversed(range(self.rounds + 1)):
+            # The distance Σ (û − u)² / Var of a candidate's update û from the release is in
+            # standard deviations of rounding.
             tried = [_Tried.of(model, client, update, one, y, scaled) for one in found for y in labels]
             offs = [_distance(each.made, update, deviations) for each in tried]
             off, now = min(zip(offs, tried, strict=True), key=lambda of: of[0])
+            # If the filter left out the head and no tried label explains the embedding's
+            # update, the label is none of these.
             if not has_bias and len(labels) > 1 and _residual(now.made, update) >= EXPLAINED_RESIDUAL:
                 break
+            # Rounding of steps as large as an ulp cannot be foreseen, so a later round may be
+            # worse. Distance 0 is bit for bit.
             if off < least:
                 best, least = now.candidate.X, off
             if not (left and off):
                 break
             labels = [now.label]
+            # û − s û₆₄, with s the factor of a filter, is the rounding of a client with this image. Near the true image
+            # it is nearly the client's rounding, and u without it gives nearly exact equations.
             exact = update_on(unrounded, plain, now.candidate.image.double(), now.label)
             foreseen = {n: update[n] - (now.made[n].double() - now.scale * exact[n]) for n in deviations}
             found = solve(without_decay(model, foreseen, now.scale * (1 - client.kept_share)))
@@ -248,8 +296,10 @@ class _Tried(NamedTuple):
     ) -> "_Tried":
         """Train the client again; the factor is fitted if the update is `scaled`, and rounded as filters round it."""
         made = update_on(model, client, one.image, label)
+        # Without such a filter the factor s is 1.
         if not scaled:
             return cls(one, label, 1.0, made)
+        # Else s minimises ‖s û − u‖. It is rounded to the number format of the update, as the filter rounds it.
         kept = {name: torch.ones_like(u, dtype=torch.bool) for name, u in update.items()}
         s = torch.tensor(scale_of(made, update, kept)).to(update[_PE])
         return cls(one, label, float(s), {name: s * u for name, u in made.items()})
@@ -257,6 +307,7 @@ class _Tried(NamedTuple):
 
 def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviations: Mapping[str, Tensor]) -> float:
     """Return the squared distance of two updates, in standard deviations of rounding; 0 if they are equal."""
+    # The second term of the variance is float32's rounding of the entry itself. 0 / 0, of equal entries, counts as 0.
     parts = [
         (made[name].double() - update[name]).square() / (dev.square() + (RTOL * update[name]).square())
         for name, dev in deviations.items()
@@ -296,21 +347,31 @@ def _complete(
     The D K equations less the N K numbers in X, (D − N) K in all, are far more than the missing entries of a filter
     such as NVFlare's at its defaults.
     """
+    # The unknowns are the M missing entries a = A[n, d]. What the filter left there is the mean ã of their prior.
     n, d = missing.nonzero().unbind(1)
     prior, weight = A[n, d], 1 / variance_A[n, d]
+    # A missing entry is solved for and adds no variance to the equations, so that `known`
+    # holds those of exact entries alone.
     known = variance_A.masked_fill(missing, 0)
     X = ridge_inverse(A.mT) @ G
     best, least, converged = A, float("inf"), False
     for _ in range(_ROUNDS + 1):
+        # The weights w (D × K) are renewed with the last X. Then X is eliminated: column k of X solves
+        # A diag(w_k) Aᵀ x_k = A (w_k ⊙ g_k), so that each column has its Cholesky factor (L is K × N × N).
         w = 1 / (variance_G + known.mT @ X.square())
         L = _cholesky(A, w)
         X = _solve_patches(A, w * G, L)
         R, off = G - A.mT @ X, A[n, d] - prior
+        # −Σ log w is the log-determinant of a likelihood whose variances change with X.
+        # Without it, large X would seem likelier.
         objective = float((w * R.square()).sum() - w.log().sum() + (weight * off.square()).sum())
         if objective < least:
             best, least = A, objective
+        # The point of the last step is evaluated first, and counts if it is the best.
         if converged:
             break
+        # Half the negative gradient by a_nd is (X (w ⊙ R)ᵀ)_nd − (a − ã) / Var a. X is at
+        # its optimum, and adds nothing to it.
         step = _step_of_entries(A, X, w, L, (X @ (w * R).mT)[n, d] - weight * off, weight, (n, d))
         A = A.index_put((n, d), A[n, d] + step)
         converged = float(step.norm()) <= _CONVERGED * float(A[n, d].norm())
@@ -328,14 +389,21 @@ def _step_of_entries(
 ) -> Float[Tensor, " m"]:
     """Return the Gauss-Newton step of the missing entries `at` (n, d), for the weights w of G and those of a prior."""
     n, d = at
+    # With equal weights w the matrix of the step is w (X Xᵀ) ⊗ P, with P = I − Aᵀ (Aᵀ)⁺ (D × D): another X takes
+    # up a change within the span of the rows of A.
     beyond = torch.eye(A.shape[1], dtype=A.dtype, device=A.device) - A.mT @ ridge_inverse(A.mT)
+    # The preconditioner is the M × M part of this matrix at the missing entries, plus the
+    # prior's 1 / Var a and a small ridge.
     about = w.median() * (X @ X.mT)[n][:, n] * beyond[d][:, d]
     about.diagonal().add_(weight + RTOL**2 * about.diagonal().mean())
     root, _ = torch.linalg.cholesky_ex(about)
 
     def product(a: Float[Tensor, "1 m 1"]) -> Float[Tensor, "1 m 1"]:
+        # A change δA of the entries moves Aᵀ X by δAᵀ X (D × K). What another X takes up of
+        # it is subtracted, both weighed by w.
         moved = w * (torch.zeros_like(A).index_put((n, d), a[0, :, 0]).mT @ X)
         left = moved - w * (A.mT @ _solve_patches(A, moved, L))
+        # Back to the entries: the adjoint of δA ↦ δAᵀ X is R ↦ X Rᵀ, taken at (n, d). The prior adds a / Var a.
         return ((X @ left.mT)[n, d] + weight * a[0, :, 0])[None, :, None]
 
     return conjugate_gradients(product, slope[None, :, None], _STEPS, lambda r: torch.cholesky_solve(r, root[None]))[

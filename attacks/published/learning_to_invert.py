@@ -1,5 +1,11 @@
 """`learning-to-invert`: a decoder that is trained on what public images release under the defense."""
 
+# Known are the model, the defense, public images, and the defended gradients A of E_pos and G of W. Sought are images.
+# 1. `_own_releases` releases public images under the defense, with draws that the adversary makes.
+# 2. `_slots_of` turns each release into f = D + 2 K + 2 numbers for each slot.
+# 3. A `GradientDecoder` is trained to map these to the image, and is kept for later calls.
+# 4. It is applied to the release under attack.
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -99,6 +105,7 @@ class LearningToInvert(PairTrained["GradientDecoder"]):
         """
         if (channels := seen.model.image_shape[0]) != 3:
             raise PrivlabError(f"The decoder paints RGB images. Found a victim of {channels} channels.")
+        # The decoder is loaded from the cache, or trained on own releases first.
         decoder = self.network(seen)
         with torch.no_grad():
             images = decoder(_slots_of(seen.model, seen.gradients)).clamp(0, 1)
@@ -114,6 +121,8 @@ class LearningToInvert(PairTrained["GradientDecoder"]):
 
     def recipe(self, seen: Observation, network: "GradientDecoder") -> PairTraining:
         """Return the training on own releases, by which what slots read is standardised."""
+        # What slots read is standardised before the training, by statistics of own releases
+        # that are stored with the decoder.
         slots, images = _own_releases(seen, self)
         network.fit(slots)
         return PairTraining(network, slots, images)
@@ -141,6 +150,7 @@ class GradientDecoder(nn.Module):
     def __init__(self, shape: Shape, width: int, depth: int) -> None:
         super().__init__()
         self.shape = shape
+        # A slot reads D numbers of A, K = 3 p² of A G, K of the ridge solution, and two logarithms.
         inputs = shape.width + 2 * 3 * shape.patch**2 + 2
         self.register_buffer("mean", torch.zeros(inputs))
         self.register_buffer("deviation", torch.ones(inputs))
@@ -158,6 +168,8 @@ class GradientDecoder(nn.Module):
 
     def forward(self, slots: Float[Tensor, "b n f"]) -> Float[Tensor, "b c h w"]:
         """Return images; grey is 0.5, and pixels may leave [0, 1]."""
+        # Each slot is a token with a fixed code of its position. The blocks exchange information between slots,
+        # and a linear map paints a patch for each.
         tokens = self.inwards((slots - self.mean) / self.deviation) + self.positions
         return unpatchify(self.outwards(self.norm(self.blocks(tokens))), self.shape.image) + 0.5
 
@@ -169,12 +181,16 @@ def _slots_of(model: VictimModel, gradients: Mapping[str, Tensor]) -> Float[Tens
     divided by the root of its mean square: without a defense G = Aᵀ X, but for a factor. Slot n reads row n of A, of
     F = A G / √D, of (A Aᵀ / D + λ I)⁻¹ F, and the logarithms of both roots.
     """
+    # A is b × N × D without the rows of prefix tokens, and G is b × D × K.
     A, G = (gradients[name].float() for name in READ)
     A, G = A.squeeze(1)[:, -model.vit.patch_embed.num_patches :], G.flatten(2)
     least = torch.finfo(A.dtype).tiny
+    # The decoder sees both at one scale, whatever the size of the loss, and their scales as logarithms.
     sizes = [gradient.square().mean((1, 2), keepdim=True).sqrt().clamp_min(least) for gradient in (A, G)]
     A, G = A / sizes[0], G / sizes[1]
     n, D = A.shape[1:]
+    # G = Aᵀ X gives A G = A Aᵀ X, so that (A Aᵀ + λ' I)⁻¹ A G is the ridge solution X, but for a factor. Without a
+    # defense the decoder has the image in its input.
     sums = A @ G / D**0.5
     gram = A @ A.mT / D + RIDGE * torch.eye(n, dtype=A.dtype, device=A.device)
     logs = torch.cat(sizes, 2).log().expand(-1, n, -1)
@@ -193,9 +209,11 @@ def _own_releases(seen: Observation, attack: LearningToInvert) -> Pairs:
 
     def release(own: Tensor) -> Pairs:
         images = own.to(model.mean)
+        # Every draw of feeding and of the defense has its seed from one generator: a training can be repeated exactly.
         key, *seeds = torch.randint(2**62, (len(images) + 1,), generator=draw).tolist()
         draws = [Generator().manual_seed(seed) for seed in seeds]
         feed = stack.feed(images, model.patch, draws, 1, Generator().manual_seed(key))
+        # The adversary has no labels of public images, and takes the class that the model predicts.
         with torch.no_grad():
             labels = model(images).argmax(1)
         released = observe(model, feed, labels, READ, seen.defense, draws).gradients

@@ -1,5 +1,11 @@
 """`orthogonal-matching`: the image whose gradients are as long as what is released, and orthogonal to it."""
 
+# Known are the model and o_l of each layer, which CENSOR draws at random, as long as the layer's gradient g_l and
+# orthogonal to it. Sought is the image x (v values), and its label.
+# 1. `_equations_of` gives the 2 L equations log ‖g_l(x)‖ = log ‖o_l‖ and √p_l cos(g_l(x), o_l) = 0.
+# 2. For each label `_levenberg_marquardt` searches from noise for an x that fulfils them.
+# 3. The x of least error over all labels and starts is returned.
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +110,7 @@ class OrthogonalMatching(Checked):
         parts = [(_equations_of(seen), seen) for seen in rounds]
         found = []
         for i in range(counts.pop()):
+            # Each round of the same image adds 2 L equations, with its weights and its draws.
             own = [equations({name: seen.gradients[name][i] for name in _released(seen)}) for equations, seen in parts]
             key = hash_of({name: each[i] for name, each in rounds[0].gradients.items()})
             found.append(self._solve(lambda c, x, own=own: torch.cat([each(c, x) for each in own]), rounds[0], key))
@@ -114,6 +121,8 @@ class OrthogonalMatching(Checked):
     def _solve(self, equations: Equations, seen: Observation, key: str) -> Float[Tensor, " v"]:
         """Return the normalised image that fulfils the equations best."""
         mean, best, least = seen.model.mean, torch.zeros(()), float("inf")
+        # No label is revealed. A wrong one leaves equations that are not fulfilled, so that
+        # the error also decides on the label.
         for start, label in product(range(self.starts), range(seen.model.vit.num_classes)):
             draw = draw_for(self.seed, key, self.name, start)
             x = (START_STD * torch.randn(_values(seen), generator=draw, dtype=mean.dtype)).to(mean.device)
@@ -139,14 +148,18 @@ def _equations_of(seen: Observation) -> Callable[[dict[str, Tensor]], Equations]
     names, shape = _released(seen), seen.model.image_shape
     own: dict[str, Tensor] = {name: each for name, each in vit.named_parameters() if name in names}
 
+    # The cross-entropy of one normalised image: the gradient by all released parameters is g(x).
     def loss(parameters: dict[str, Tensor], x: Tensor, label: int) -> Tensor:
         return -functional_call(vit, parameters, (x.view(1, *shape),))[0].log_softmax(0)[label]
 
     def of_release(released: dict[str, Tensor]) -> Equations:
+        # o_l as a unit vector, and log ‖o_l‖ (L numbers), are computed once for each release.
         o = {name: each.flatten() / each.norm().clamp_min(_tiny(each)) for name, each in released.items()}
         length = torch.stack([released[name].norm().clamp_min(_tiny(released[name])) for name in names]).log()
 
         def equations(label: int, x: Float[Tensor, " v"]) -> Float[Tensor, " e"]:
+            # The first L residuals compare lengths. The other L are √p_l cos, which is about 1 for a random direction
+            # of p_l entries, so that all equations have similar weights.
             g = grad(loss)(own, x, label)
             norm = torch.stack([g[name].norm().clamp_min(_tiny(x)) for name in names])
             dot = torch.stack([g[name].flatten() @ o[name] for name in names])
@@ -168,8 +181,12 @@ def _levenberg_marquardt(
     """Return the z at the end of a search, and the root mean square of its equations' errors."""
     r, damping, jacobian = equations(z), 0.1, jacrev(equations, chunk_size=ROWS_AT_ONCE)
     for _ in range(steps):
+        # J is e × v, with fewer equations than values as a rule. So the usual step −(Jᵀ J + λ I)⁻¹ Jᵀ r is computed as
+        # −Jᵀ (J Jᵀ + λ I)⁻¹ r, which solves a system of e unknowns.
         J, right = jacobian(z).double(), r.double()
         JJ = J @ J.T
+        # λ is relative to the mean diagonal of J Jᵀ. It grows fivefold until a step lowers the
+        # error. If none does, the search ends.
         for _ in range(6):
             damped = JJ + damping * JJ.diagonal().mean() * torch.eye(len(JJ), dtype=JJ.dtype, device=JJ.device)
             there = z - (J.T @ torch.linalg.solve(damped, right)).to(z)

@@ -1,5 +1,10 @@
 """`qkv-completion`: the image from the exact entries of the gradient of the first block's queries, keys and values."""
 
+# Known are the model and ∂ℓ/∂W_qkv of one image, of which a filter left some entries exact. Sought
+# are the normalised patches x_n (N × K).
+# 1. `_row_span` completes the matrix to the rank N + p from its exact entries, and returns its row span T.
+# 2. `_patches` finds the patches whose normalised tokens u_n lie in T, by a linear system.
+
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -104,6 +109,7 @@ class QkvCompletion(Checked):
                 "evidence of privacy."
             )
         found = []
+        # G is 3D × D. An entry is exact if the filter states no error of it.
         for G, errors in zip(seen.gradients[QKV].double(), errors_of_filters(seen, (QKV,)), strict=True):
             exact = errors[QKV] == 0
             if not (G[exact] != 0).any():
@@ -125,11 +131,16 @@ class QkvCompletion(Checked):
 
         Each row of G is divided by the root mean square of its exact entries first, which does not change T.
         """
+        # Divided by the root mean square of its exact entries, each row counts about
+        # equally in the misfit. T stays the same.
         mask = exact.to(G)
         size = ((G * mask).square().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)).sqrt()
         G = G / size.clamp_min(torch.finfo(G.dtype).tiny)
+        # Missing entries begin as the filter left them, cut or zero.
         full, T = torch.where(size > 0, G, 0), G[:0]
         G = full
+        # At each rank: start from the leading right singular vectors of the completed matrix, lower the misfit of
+        # exact entries, and fill in the others by δ T.
         for number in (*range(self.rank_step, rank, self.rank_step), rank):
             T = torch.linalg.svd(full, full_matrices=False).Vh[:number]
             T, fit = _descend(G, mask, T, self.last_rounds if number == rank else self.rounds, self.steps)
@@ -139,8 +150,11 @@ class QkvCompletion(Checked):
 
 def _patches(model: VictimModel, T: Float[Tensor, "r d"]) -> Float[Tensor, "n k"]:
     """Return the normalised patches whose tokens, normalised, lie in the span of the orthonormal rows T best."""
+    # σ_n u_n = F (x_n, σ_n) + g_n, with F of D × (K + 1). The D − N − p rows Q complete T, and Q u_n = 0.
     F, g, _ = normalised_tokens(model)
     Q = torch.linalg.svd(T).Vh[len(T) :]
+    # Q F (x_n, σ_n) = −Q g_n is solved for all N slots by one pseudo-inverse. The last
+    # row of the solution holds the σ_n.
     return -(ridge_inverse(Q @ F, rtol=0.0) @ (Q @ g.mT))[:-1].mT
 
 
@@ -158,9 +172,12 @@ class _Fit(NamedTuple):
 
 def _descend(G: Tensor, mask: Tensor, T: Float[Tensor, "r c"], rounds: int, steps: int) -> tuple[Tensor, _Fit]:
     """Return the rows of least misfit that so many steps from T find, and their fit."""
+    # Levenberg-Marquardt on T: a step that does not lower the misfit is tried again with tenfold damping.
+    # After one that does, the damping is a tenth.
     fit, damping = _fit(G, mask, T), _FIRST_DAMPING
     for _ in range(rounds):
         for _ in range(_RAISED):
+            # Only the span of T matters, so that each new T is made orthonormal.
             tried = torch.linalg.qr((T + _step_of_span(mask, T, fit, damping, steps)).mT)[0].mT
             found = _fit(G, mask, tried)
             if found.misfit < fit.misfit:
@@ -176,6 +193,7 @@ def _descend(G: Tensor, mask: Tensor, T: Float[Tensor, "r c"], rounds: int, step
 
 
 def _fit(G: Float[Tensor, "j c"], mask: Float[Tensor, "j c"], T: Float[Tensor, "r c"]) -> _Fit:
+    # Row j of δ solves M_j δ_j = T (mask_j ⊙ g_j), with M_j = T diag(mask_j) Tᵀ (r × r) of its exact entries alone.
     M = torch.einsum("jc,nc,mc->jnm", mask, T, T)
     diagonal = M.diagonal(dim1=1, dim2=2)
     least = torch.finfo(G.dtype).tiny
@@ -187,11 +205,14 @@ def _fit(G: Float[Tensor, "j c"], mask: Float[Tensor, "j c"], T: Float[Tensor, "
 
 def _step_of_span(mask: Tensor, T: Tensor, fit: _Fit, damping: float, steps: int) -> Float[Tensor, "r c"]:
     """Return the damped Gauss-Newton step of T; a change V moves δ V, less what another δ takes up of it."""
+    # δᵀ δ ⊗ I is the matrix of the step if all entries are exact and δ stays. Its eigenvectors give the preconditioner.
     curvature = fit.δ.mT @ fit.δ
     λ, Q = torch.linalg.eigh(curvature)
     damped = damping * curvature.diagonal().mean()
 
     def product(V: Float[Tensor, "1 r c"]) -> Float[Tensor, "1 r c"]:
+        # A change V of T moves exact entries by δ V. Of that, the part that another δ can
+        # take up is subtracted, row by row.
         moved = mask * (fit.δ @ V[0])
         moved = moved - mask * (torch.cholesky_solve((moved @ T.mT)[..., None], fit.L)[..., 0] @ T)
         return (fit.δ.mT @ moved)[None] + damped * V
@@ -199,4 +220,5 @@ def _step_of_span(mask: Tensor, T: Tensor, fit: _Fit, damping: float, steps: int
     def precondition(V: Float[Tensor, "1 r c"]) -> Float[Tensor, "1 r c"]:
         return Q @ ((Q.mT @ V) / (λ.clamp_min(0) + damped)[:, None])
 
+    # δᵀ R is half the negative gradient of the misfit by T, since δ is already at its optimum.
     return conjugate_gradients(product, (fit.δ.mT @ fit.R)[None], steps, precondition)[0]

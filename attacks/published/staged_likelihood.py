@@ -1,5 +1,13 @@
 """`staged-likelihood`: the likeliest image behind a defended gradient, by the first blocks and then by more of them."""
 
+# Known are the model, what the gradients of its parameters became under a defense, and what is known of each entry's
+# error. Sought are the normalised patches X, and with them Δ = ∂ℓ/∂z_L behind the first L blocks.
+# 1. A closed form or a trained decoder gives the first X.
+# 2. For L = 1, 2, 4, … up to the depth, a `_Stage` takes the gradients of all parameters before block L, which are
+# ∂⟨Δ, z_L(X)⟩/∂θ. Given X they are linear in Δ, so that `_explain` finds the first Δ by least squares.
+# 3. Damped Gauss-Newton steps move X and Δ (`step`): `_direction` solves for the step by conjugate gradients, and of
+# four lengths the one of least objective is taken. X goes on to the next stage, Δ does not.
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -97,11 +105,13 @@ class StagedLikelihood(Checked):
         Raises:
             PrivlabError: if the start needs more than is granted.
         """
+        # The start is in pixels; the search is over normalised patches, b × N × K.
         start = STARTS[self.start]()
         check_capabilities(start, seen.grants)
         model, names = seen.model, released_parameters(seen.model)
         X = patchify(model.normalise(start(seen).to(model.mean)), model.patch)
         likelihood = Likelihood.of(seen, {name: g for name, g in seen.gradients.items() if name in names})
+        # Images are independent. As many are searched together as their gradients leave room for.
         entries = sum(g[0].numel() for g in likelihood.released.values())
         prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
         with full_precision():
@@ -117,9 +127,13 @@ class StagedLikelihood(Checked):
         """Return normalised patches, from stage to stage."""
         depth = len(model.vit.blocks)
         for blocks in _stages(depth):
+            # The gradients of few blocks are nearly linear in X and Δ, and forgive a poor start.
+            # More blocks add equations and no unknown.
             stage = _Stage.of(model, blocks, likelihood, prior, self.epsilon)
             point = stage.start(X, self.steps)
             for number in range(self.last_rounds if blocks == depth else self.rounds):
+                # Each step draws new probes of the curvature, from a seed that depends on the
+                # stage and the number of the step.
                 draw = draw_for(self.seed, self.name, f"probes of {blocks} blocks", number)
                 point = stage.step(point, self.steps, draw)
             X = point.X
@@ -207,18 +221,26 @@ class _Stage:
     @classmethod
     def of(cls, model: VictimModel, blocks: int, likelihood: Likelihood, prior: Smoothness, epsilon: float) -> "_Stage":
         """Return the first blocks of a copy of a model."""
+        # The attention must not be fused, because its gradient is differentiated again.
         tokens = _Tokens(twice_derivable(model), blocks)
         released, full = likelihood.released, "model.vit.{}".format
         first = tuple(f"blocks.{level}." for level in range(blocks))
         own = dict(tokens.named_parameters())
+        # Before block L are the embedding and blocks 0 to L − 1. Parameters are joined to
+        # one row of e entries for each image.
         before = [name for name in released if name.startswith(first) or not name.startswith(_LATER)]
         names = sorted(name for name in before if full(name) in own)  # E_unk is the victim's, and no image uses it here
         edge = torch.cat([likelihood.edge[name].flatten(1) for name in names], 1)
         variance = torch.cat([likelihood.variance[name].flatten(1) for name in names], 1)
         G = torch.cat([released[name].flatten(1) for name in names], 1)
+        # Each σ is at least a hundredth of the root mean square of the exact entries, although their rounding is far
+        # smaller: one image explains all exact entries, whatever they weigh.
         least = _RELATIVE * _mean_square(G, edge == 0).sqrt()
+        # The expected size of Δ comes from ∂ℓ/∂E_pos, less the variance of noise, and at
+        # least a hundredth of it is taken.
         pe = _mean_square(released["pos_embed"].flatten(1), likelihood.edge["pos_embed"].flatten(1) == 0)
         signal = torch.maximum(pe - likelihood.variance["pos_embed"].flatten(1).mean(1, keepdim=True), 0.01 * pe)
+        # If logits depend on some tokens alone, Δ is zero at all others, and its norm is expected in those few.
         heard = _heard(tokens, len(G))
         few = heard.shape[1] / heard.sum(1, keepdim=True)
         return cls(
@@ -244,12 +266,17 @@ class _Stage:
         It moves X and Δ together. Where logits depend on few tokens alone it moves X, and then Δ is solved for:
         conjugate gradients of both need more steps there.
         """
+        # T stays as it was at the start of the step, so that the tried lengths are compared by one objective.
         δX, δΔ, T = self._direction(at, steps, draw)
         tried = [(at.X + share * δX, at.Δ + share * δΔ) for share in _LENGTHS]
         values = torch.stack([self._objective(*each, T) for each in tried])
         best, rows = values.nan_to_num(torch.inf).argmin(0), torch.arange(len(at.X), device=at.X.device)
+        # `best` holds the number of a length for each image. Length 0 is among them, so that no tried step
+        # raises the objective.
         X, Δ = (torch.stack(each)[best, rows] for each in zip(*tried, strict=True))
+        # A whole step lowers the damping to a quarter, a step of length 0 raises it sixfold.
         factor = torch.where(best == 0, _LOWERED, torch.where(best == len(tried) - 1, _RAISED, 1.0))
+        # If Δ did not move with X, it is solved for at the new X, from exact entries.
         if not self.jointly:
             Δ = self._explain(X, _AGAIN)
         return _Point(X, Δ, (at.damping * factor).clamp_min(_LEAST_DAMPING))
@@ -261,29 +288,39 @@ class _Stage:
         X, Δ, μ = at.X, at.Δ, at.damping
         moved, still = ((X, Δ), ()) if self.jointly else ((X,), (Δ,))
 
+        # The gradients of the stage are a function of what moves: X and Δ, or X alone.
         def made(*moved: Tensor) -> Flat:
             return self._gradients(*moved, *still)
 
         image, forth, back = linearised(made, moved)
+        # r is the distance of an entry from what was released, or from the interval of a missing one. With
+        # W = diag(1 / √v), an entry within its interval has the weight 0.
         off = self._off(image)
         counted = self.weight * (off != 0)  # an entry within its interval is not pulled
         squares = counted.square()
+        # T is the mean of r² / v at this point: it lets the priors weigh as much as the misfit does.
         T = (self.weight * off).square().mean(1).clamp_min(torch.finfo(X.dtype).tiny)
+        # H bounds the Hessian of the edges' energy at X, and H X is its gradient. The prior
+        # of Δ in units of its size is ‖Δ‖².
         H = self.prior.curvature(X, self.epsilon)
         priors = (lambda V: 2 * T[:, None, None] * H(V), lambda V: T[:, None, None] * V)
+        # For the preconditioner the priors count by their mean diagonal, and JᵀJ by eight random probes of it.
         ridges = (2 * T * _mean_diagonal(H, X, draw), T)
         grams = [_Gram.of(each) for each in _probe(back, counted, draw)]
 
+        # The matrix is Jᵀ W² J + priors + μ · (mean diagonal of Jᵀ W² J) · I, with the last two for X and Δ separately.
         def product(V: Unknowns) -> Unknowns:
             parts = _apart(V, moved)
             along = back(squares * forth(*parts))
             terms = zip(along, parts, priors, grams, strict=False)
             return _together(a + prior(v) + (μ * gram.mean)[:, None, None] * v for a, v, prior, gram in terms)
 
+        # The preconditioner leaves out what couples X to Δ, and takes a Kronecker product for each.
         def precondition(V: Unknowns) -> Unknowns:
             terms = zip(_apart(V, moved), grams, ridges, strict=False)
             return _together(gram.solve(v, μ, ridge) for v, gram, ridge in terms)
 
+        # The right-hand side is −(Jᵀ W² r + the slopes of the priors).
         terms = zip(back(squares * off), moved, priors, strict=False)
         slope = _together(each + prior(part) for each, part, prior in terms)
         found = _apart(conjugate_gradients(product, -slope, steps, precondition), moved)
@@ -293,17 +330,21 @@ class _Stage:
         """Return the Δ that explains exact entries best, with ‖Δ‖² added; the gradients are linear in it."""
         zero = X.new_zeros(*self.heard.shape[:2], self.tokens.model.vit.embed_dim)
 
+        # Given X the gradients are linear in Δ: M Δ, with the weights in M. A missing entry has no number to explain.
         def made(Δ: Tensor) -> Flat:
             return self.weight * self._gradients(X, Δ)
 
         _, _, back = linearised(made, (zero,))
         exact = (self.edge == 0).to(X)
+        # (Mᵀ M + I) Δ = Mᵀ W g with g what was released of the exact entries: least squares with ‖Δ‖² added.
         wanted = back(exact * self.weight * self.released)[0]
         return conjugate_gradients(lambda V: back(exact * made(V))[0] + V, wanted, steps)
 
     def _gradients(self, X: Float[Tensor, "b n k"], Δ: Float[Tensor, "b t d"]) -> Flat:
         """Return ∂⟨Δ, z_L(X)⟩/∂θ of each image."""
 
+        # The function is ⟨Δ, z_L(X)⟩ of one image, and is differentiated by the parameters.
+        # Δ is in units of `size` until here.
         def value(parameters: dict[str, Tensor], x: Tensor, δ: Tensor) -> Tensor:
             return (functional_call(self.tokens, parameters, (x,)) * δ).sum()
 
@@ -329,6 +370,8 @@ class _Gram:
 
     @classmethod
     def of(cls, Q: Float[Tensor, "p b n d"]) -> "_Gram":
+        # The rows of Q are Jᵀ v of p random signs v, so that the mean of their outer products is JᵀJ. It is averaged
+        # over the columns of the unknowns to E (n × n), and over their rows to C (d × d).
         p, _, n, d = Q.shape
         rows = torch.einsum("pbnd,pbmd->bnm", Q, Q) / (p * d)
         columns = torch.einsum("pbnd,pbne->bde", Q, Q) / (p * n)
@@ -340,6 +383,8 @@ class _Gram:
         self, R: Float[Tensor, "b n d"], damping: Float[Tensor, " b"], more: Float[Tensor, " b"]
     ) -> Float[Tensor, "b n d"]:
         """Return about (JᵀJ + (damping · mean + more) I)⁻¹ R."""
+        # In the eigenbases of E and C the matrix is diagonal: λ_i κ_j / mean + what is added. The 1e-3 keeps it
+        # positive where eight probes show no curvature.
         (λ, U), (κ, V) = self.rows, self.columns
         added = (damping + 1e-3) * self.mean + more
         inside = λ[:, :, None] * κ[:, None] / self.mean[:, None, None] + added[:, None, None]
@@ -381,6 +426,7 @@ def _mean_diagonal(H: Callable[[Tensor], Tensor], like: Tensor, draw: Generator)
 def _heard(tokens: _Tokens, images: int) -> Bool[Tensor, "b t 1"]:
     """Return the tokens behind the blocks that logits depend on: behind the last one, often the class token alone."""
     model = tokens.model
+    # Tokens that the logits do not depend on have a gradient of exactly zero, on a grey image as on any other.
     grey = model.mean.expand(1, *model.image_shape)
     with gradients_enabled():
         z = model.client_blocks(model.embed(grey), tokens.blocks).detach().requires_grad_()

@@ -1,5 +1,12 @@
 """`adapter-separation`: the image behind bottleneck adapters, from what the first block's MLP gives to its adapter."""
 
+# Known are the model and one gradient of the bottleneck adapter behind the first MLP, a ↦ U GELU(V h + v), with nothing
+# else trained. Sought are the patches of one image in each release.
+# 1. `_outputs` finds the outputs h_n of the first MLP, which the adapter reads, one for each of the N + p tokens.
+# 2. `invert_mlp` finds the inputs u_n of that MLP, and how far each may be off.
+# 3. `places_of_tokens` assigns the tokens to slots, and `fit_patches` fits all patches to them at once.
+# 4. `complete_image` fills in what no token determines, by an image prior.
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -128,40 +135,54 @@ class AdapterSeparation(Checked):
             raise PrivlabError(f"{self.name} inverts the MLP of a pre-norm block, and here {why}.")
         if model.vit.pos_embed is None:
             raise PrivlabError(f"{self.name} distinguishes slots by position embeddings, and this model has none.")
+        # 2 (N + p) < r is needed: an h in the span of the outputs has N + p coordinates, and
+        # GELU(V h + v) must lie in the span of the a_n, which is r − N − p equations.
         if (beyond := self.beyond(seen)) is not None:
             warn(
                 f"{self.name}: {beyond}, so that the adapter's spans do not separate tokens. None is found: a low "
                 "score here is no evidence of privacy.",
                 2,
             )
+        # One step of SGD without its rate and decay is the gradient. Photographs give the law of what the MLP
+        # reads, and their smoothness that of patches.
         seen, block = as_gradients(seen), first_block(model)
         law = InputLaw.of(tokens_of(block, model.embed(mirrored(seen))))
         patches = PatchLaw.of(model, patch_prior(model, photograph_gradients(model, seen.photographs)))
         count, p = len(seen.gradients[_BIAS]), model.vit.num_prefix_tokens
+        # Patches that are not found are zero, which is the mean colour, until the prior fills them in.
         X = patches.M.new_zeros(count, len(patches.base), patches.M.shape[1])
         known = torch.zeros(X.shape[:2], dtype=torch.bool, device=X.device)
         counts = torch.zeros(2, count, dtype=torch.long, device=X.device)  # outputs of the MLP, and inputs of it
         for i in range(count) if beyond is None else ():
+            # Step 1: the outputs h_n, in no order.
             outputs = self._outputs(seen, block, law, i)
             counts[0, i] = len(outputs.u)
             if not len(outputs.u):
                 continue
+            # Step 2: those u_n for which the MLP gives h_n. Searches that did not end there are left out.
             inputs = invert_mlp(*_mlp(block), outputs.u, law).found()
             counts[1, i] = len(inputs.u)
             if not len(inputs.u):
                 continue
+            # Step 3: places count the p prefix tokens first, so that patch n has the place p + n.
             places = places_of_tokens(model, block, inputs, patches)
             X[i] = fit_patches(model, block, inputs, places, patches, draw_for(self.seed, self.name, "fit"))
             known[i, places[places >= p] - p] = True
+        # Step 4: for D ≤ K the embedding does not show K − D + 1 directions of a known
+        # patch. The prior completes those too.
         W, _ = projection(model)
         X = complete_image(model, X, known, seen.photographs, frozen=len(W) <= W.shape[1])
         return Reconstruction(model.to_images(X), None, None, None, *counts)
 
     def _outputs(self, seen: Observation, block: PreNormBlock, law: InputLaw, i: int) -> Separated:
         """Return the outputs h_n of the first MLP in release i."""
+        # ∂V = Σ_n δ_n h_nᵀ and ∂U = Σ_n ε_n a_nᵀ: the row space of ∂V holds the h_n, and
+        # that of ∂U the a_n = GELU(V h_n + v).
         gradients = {name.removeprefix(f"{_PATH}."): g[i] for name, g in seen.gradients.items()}
         adapter = block.mlp.get_submodule("adapter")
         mlp, b2 = _mlp(block)
+        # The searches start from vectors in the span of the h_n, as long as the outputs of
+        # the MLP for photographs on average.
         usual = mlp.hidden(law.mean)[0] @ mlp.W2.mT + b2
         return separate_inputs(
             Bottleneck.of(adapter, gradients),

@@ -1,5 +1,13 @@
 """`client-unrolling`: the images of several clients from the mean of their updates; each client is run again."""
 
+# Known are θ_0, the clients' settings, and the mean of the updates of K clients, each after several steps
+# of SGD on one image. Sought are the K images.
+# 1. `_candidates` finds tokens of all images at θ_0, from which all clients start, and sorts them into images.
+# 2. `complete` (of `round-unrolling`) finds missing tokens and the patches of each.
+# 3. `_run_again` trains a client on each image with each likely label. What it moved is subtracted from the sum.
+# 4. The last image solves Aᵀ X = G, and `_again` solves for each of the others in the same
+# way, from what all other shares leave.
+
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,6 +142,7 @@ class ClientUnrolling(RoundUnrolling):
             PrivlabError: if the observation is not a mean of updates that this attack reads, or attention reads places.
         """
         client = self.client_of(seen, "the mean of updates by SGD, of one image each")
+        # Photographs, their tokens and their statistics serve all releases.
         usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))
         found = [each for update in each_release(seen) for each in self._clients(seen, client, update, usual)]
         images = torch.stack([each.image for each in found]).to(seen.model.mean)
@@ -143,22 +152,27 @@ class ClientUnrolling(RoundUnrolling):
         self, seen: Observation, client: Client, update: Update, usual: Float[Tensor, "i c h w"]
     ) -> list[_Found]:
         """Return the images of the clients of one mean."""
+        # K times the mean is the sum Σ_k Σ_s a_s g(θ_k,s; x_k), with decay undone.
         K, rest = client.clients, undecayed(seen.model, update, client)
         rest = total = {name: K * u for name, u in rest.items()}
         found: list[_Found] = []
         while (left := K - len(found)) > 0:
             now = replace(seen, gradients={name: u[None] for name, u in rest.items()})
+            # One image alone gives A and G of the same image, whatever number of steps there were, and needs no tokens.
             if left == 1 and _PE in rest:
                 of = [(self.alone(seen.model, client, rest), no_tokens(rest[FC1]))]
             else:
                 of = self._candidates(now, client, left, usual)
             more: list[_Found] = []
+            # A true image's share takes N of the ranks of ∂W. What is left beyond (left − 1) N then almost vanishes.
             for guesses, tokens in of:
                 best, off = self._run_again(seen, client, rest, guesses, left - len(more), tokens)
                 if off < _TAKEN * _lack(rest, seen, left - len(more)):
                     more.append(best)
                     rest = _less(rest, best.share)
             found += more
+            # If no image of this pass is taken, the search ends: partly found images are
+            # returned, and grey for the rest.
             if not more:
                 partly = [_Found(guesses[-1], -1, tokens, {}) for guesses, tokens in of]
                 grey = _Found(torch.full(seen.model.image_shape, 0.5).to(seen.model.mean), -1, no_tokens(rest[FC1]), {})
@@ -171,13 +185,18 @@ class ClientUnrolling(RoundUnrolling):
         """Return guesses of each image that is left, those with the most tokens first, and their tokens."""
         model, block = now.model, first_block(now.model)
         prefix, pe = known_tokens(model)
+        # What photographs feed to the MLP is where half of the searches for tokens start.
         embedded = model.embed(usual).double()
         tokens = tokens_of(block, embedded).flatten(0, 1)
+        # There are left · (N + p) tokens. Later steps add products with nearly the same tokens, so that the row spaces
+        # have a few more directions: 1.5 and 2 times as many are tried, but no more than there are products.
         each, most = len(prefix) + len(pe), int(_MOST_OF_WIDTH * model.vit.embed_dim)
         wanted = left * each
         counts = sorted({max(wanted, min(int(f * wanted), client.total_steps * wanted, most)) for f in _PRODUCTS})
         searches = [(count, near) for count in counts for near in (tokens, None)]
         own, count = no_tokens(now.gradients[FC1][0]), wanted
+        # Each number of directions is tried with photographs' tokens and without. The
+        # search with the most tokens counts.
         for of, near in searches:
             new = self.tokens(block, now, [0], of, usual=near, most=wanted)[0]
             if len(new.u) > len(own.u):
@@ -186,10 +205,15 @@ class ClientUnrolling(RoundUnrolling):
                 break
         if not len(own.u):
             return []
+        # An image stays the same in all steps, so that ∂W has the rank left · N: every
+        # patch is x = Yᵀ c, with nothing known.
         Y = row_space(now.gradients[_PATCH_WEIGHT][0].flatten(1), left * len(pe))
         slots = Slots(Y.new_zeros(len(pe), Y.shape[1]), Y, pe, torch.zeros(len(pe), dtype=torch.bool, device=Y.device))
+        # Position embeddings show the slot of each token, and attention which tokens belong to one image. An image with
+        # many tokens comes first, because it is the most likely to be completed.
         linear = slots_of_tokens(slots, own.u, Reads.of(now, 0, block, count), left)
         parts = sorted(by_image(model, block, slots, linear, left), key=lambda part: -len(part.token))
+        # `complete` refines the tokens found in larger and larger row spaces: rounding cuts less of them off there.
         finest = min(client.total_steps * wanted, int(_FINEST * model.vit.embed_dim))
         finer = [*(n for f in _FINER if count < (n := int(f * wanted)) < finest), finest]
         return [
@@ -208,28 +232,38 @@ class ClientUnrolling(RoundUnrolling):
     ) -> tuple[_Found, float]:
         """Return the guess and its client's share, by the label that leaves the least, and how much that is."""
         tried: list[tuple[_Found, float]] = []
+        # The client is trained on each guess with each label that the head's update allows. Its update is
+        # the share, without decay as the sum is.
         for image in guesses:
             own = image[None].to(seen.model.mean)
             for label in labels_near(seen.model, client, rest[_HEAD], own[0], left * client.total_steps).tolist():
                 share = undecayed(seen.model, update_on(seen.model, client, own, label), client)
                 share = {name: share[name] for name in rest}
+                # The true one leaves ∂W of the least norm beyond the rank of the images that are left.
                 tried.append((_Found(own[0], label, tokens, share), _lack(_less(rest, share), seen, left)))
         return min(tried, key=lambda each: each[1])
 
     def _again(self, seen: Observation, client: Client, total: Update, found: list[_Found]) -> list[_Found]:
         """Return the images, each solved for again from what the shares of all others leave, its rounding foreseen."""
+        # If an image is missing, no rest is the update of one client alone.
         if len(found) < client.clients or _PE not in total:
             return found
+        # A client in float64 whose difference is sent in full has no rounding: the difference of both is the rounding.
         exact, plain = copy.deepcopy(seen.model).double(), replace(client, sends="difference", sent_as="float32")
         for _ in range(_AGAIN):
             changed = False
             for i, old in enumerate(found):
+                # What the shares of all others leave is the update of this client, up to the errors of the others.
                 rest = total
                 for other in found[:i] + found[i + 1 :]:
                     rest = _less(rest, other.share)
+                # The rounding of this client, as training on the old image has it, is
+                # subtracted before Aᵀ X = G is solved.
                 unrounded = undecayed(exact, update_on(exact, plain, old.image[None].double(), old.label), client)
                 foreseen = _less(rest, _less(old.share, unrounded))
                 new, off = self._run_again(seen, client, rest, self.alone(seen.model, client, foreseen), 1, old.tokens)
+                # The new image replaces the old one only if it explains far more. The others
+                # are then solved for again too.
                 if off < _TAKEN * _lack(_less(rest, old.share), seen, 1):  # else it fits what is wrong of others
                     changed, found[i] = True, new
             if not changed:

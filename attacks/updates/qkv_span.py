@@ -1,5 +1,12 @@
 """`qkv-span`: the image of a client with a frozen embedding, from the row space of what trains the first queries."""
 
+# Known are the model with its frozen embedding, and one gradient of the first block's W_qkv, or of LoRA's B. Sought are
+# the normalised patches x_n (N × K) of one image, and the deviation σ_n of each token, which LayerNorm divides by.
+# 1. The row space T of the gradient holds A u_n for all N + p tokens u_n, with A = I, or LoRA's A.
+# 2. Directions orthogonal to T give linear equations for each (x_n, σ_n).
+# 3. Where these determine the patch, it is their solution.
+# 4. Else the coordinates C in their null space are searched for, under an image prior and the density of row spaces.
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -120,6 +127,8 @@ class QkvSpan(Checked):
             raise PrivlabError(f"{self.name} reads the attention of a pre-norm block, and here {why}.")
         if model.vit.pos_embed is None:
             raise PrivlabError(f"{self.name} distinguishes slots by position embeddings, and this model has none.")
+        # No direction is orthogonal to T if N + p ≥ d; and if the rank is less than
+        # N + p, T is not what the tokens span.
         if (beyond := self.beyond(seen)) is not None:
             warn(
                 f"{self.name}: {beyond}, so that the row space says nothing of a patch. That no image is found is no "
@@ -127,9 +136,13 @@ class QkvSpan(Checked):
                 2,
             )
             return model.mean.expand(len(seen.gradients[_read(seen)]), *model.image_shape).clone()
+        # One step of SGD without its rate and decay is the gradient. Its right singular
+        # vectors are T, and then the rest.
         name, seen = _read(seen), as_gradients(seen)
         prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
         A = torch.eye(model.vit.embed_dim, dtype=torch.float64, device=model.mean.device)
+        # With B = 0, ∂B = Δᵀ U Aᵀ: rows of the gradient hold A u_n (r numbers), where
+        # those of ∂W_qkv hold u_n (D numbers).
         if name == _B:  # LoRA mixes what tokens hold
             A = model.vit.get_parameter(_A).detach().double()
         X = [self._patches(model, prior, A, torch.linalg.svd(G.double()).Vh) for G in seen.gradients[name]]
@@ -139,17 +152,27 @@ class QkvSpan(Checked):
         self, model: VictimModel, prior: Smoothness, A: Float[Tensor, "r d"], basis: Float[Tensor, "r r"]
     ) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one image, from right singular vectors, those of the row space first."""
+        # σ_n u_n = F (x_n, σ_n) + g_n, with F of D × (K + 1). The first N + p singular vectors span the
+        # tokens; the other d − N − p vanish on them.
         F, g, prefix = normalised_tokens(model)
         T, free = basis[: len(prefix) + len(g)], basis[len(prefix) + len(g) :]
+        # Q A u_n = 0 for Q = `free`, times σ_n: E (x_n, σ_n) = −Q A g_n, d − N − p
+        # equations with one matrix for all slots.
         E, sides = free @ A @ F, -(free @ A @ g.mT)
+        # V (N × (K + 1)) is the solution of least norm. The rows of Y span the null
+        # space, which the equations leave open.
         left, σ, right = torch.linalg.svd(E)
         rank = int((σ > _RANK_TOLERANCE * σ[0]).sum())
         V = (right[:rank].mT / σ[:rank] @ (left[:, :rank].mT @ sides)).mT
         Y = right[rank:]
+        # Nothing is open: V is the solution, and its last column, σ_n, is not a pixel.
         if not len(Y):
             return V[:, :-1]
+        # M (N + p square) holds the coordinates in T of A u_n for prefix tokens, and of σ_n A u_n = A (F (v_n + Yᵀ
+        # c_n) + g_n) for patches: it is linear in C.
         reads = T @ A
         base, slopes, rows = (V @ F.mT + g) @ reads.mT, Y @ F.mT @ reads.mT, prefix @ reads.mT
+        # The search begins at the solution of least norm, and first finds the smoothest image, without the density.
         C = torch.zeros(len(V), len(Y), dtype=V.dtype, device=V.device, requires_grad=True)
         for weight, ε in _STAGES:
             search = torch.optim.LBFGS([C], max_iter=self.steps, history_size=30, line_search_fn="strong_wolfe")
@@ -157,7 +180,11 @@ class QkvSpan(Checked):
             def closure(search: torch.optim.LBFGS = search, weight: int = weight, ε: float = ε) -> Tensor:
                 search.zero_grad()
                 M = torch.cat([rows, base + C @ slopes])
+                # For large ε, Σ √(ε² + q) is a constant plus Σ q / 2ε. The factor max(ε, 1) keeps
+                # the scale of the quadratic part.
                 energy = max(ε, 1) * prior.sparse_energy((V + C @ Y)[None, :, :-1], ε)[0]
+                # The density of a row space has the factor |det M|^(d − N − p). log |det M| is the
+                # sum of the logs of singular values.
                 value = energy - weight * len(free) * torch.linalg.svdvals(M).log().sum()
                 value.backward()
                 return value

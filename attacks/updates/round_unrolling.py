@@ -1,5 +1,14 @@
 """`round-unrolling`: the images of a round of several steps, one by one: each step is made again and taken off."""
 
+# Known are θ_0, the client's settings, and the update Σ_s a_s g_s of T steps of SGD with another image in each.
+# Sought are the images in the order of the steps.
+# 1. `_first` finds the tokens of the next image: the server knows the weights of its step, so that they agree with both
+# ∂W_fc1 and ∂W_fc2. The tokens of later images belong to weights that are not known yet.
+# 2. `complete` finds missing tokens, and then all patches, with the attention of the first block.
+# 3. `labels_near` proposes labels, and `replay` makes the step again. The best image and label are kept.
+# 4. What the steps so far moved is subtracted from the update, and the next image follows at the weights after them.
+# The image of the last step solves Aᵀ X = G (`alone`).
+
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -137,6 +146,7 @@ class RoundUnrolling(TokenSearch):
             PrivlabError: if this attack does not read such updates, or attention depends on places.
         """
         client = self.client_of(seen, "the update of a round of SGD with batches of one")
+        # The tokens of photographs decide which slot a token belongs to. Their order is drawn once, for all clients.
         usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))
         found = [each for update in each_release(seen) for each in self._round(seen, client, update, usual)]
         images, tokens = zip(*found, strict=True)
@@ -158,30 +168,42 @@ class RoundUnrolling(TokenSearch):
         """Return the images of one client, grey where they are not found, each with its tokens."""
         found: list[tuple[Tensor, Separated]] = []
         images, labels = seen.model.mean.new_zeros(0, *seen.model.image_shape), torch.zeros(0, dtype=torch.long)
+        # Without any image this is θ_0, and the update is that of weight decay alone.
         done = replay(seen.model, client, images, labels)
         for step in range(min(client.images, client.total_steps)):
+            # `rest` is what the gradients of the steps that are left moved. It is read at
+            # the weights after the steps so far.
             left = client.total_steps - step
             rest = {name: u.double() - done.update[name].double() for name, u in update.items()}
             now = replace(seen, model=done.model, gradients={name: u[None] for name, u in rest.items()})
+            # Of a single step, rest = a g has one image, so that the system of `patch-update`
+            # gives it without a search for tokens.
             if left == 1:
                 guesses, own = self.alone(done.model, client, rest, update), no_tokens(rest[FC1])
             else:
                 guesses, own = self._first(now, left, usual)
+            # All N + p tokens are needed: a wrong image would put wrong weights under all later steps. What was found
+            # of this one is returned, and the search ends.
             whole = left == 1 or len(own.u) == own.wanted
             if not whole or not guesses:
                 found += [(each, own) for each in guesses[-1:]]
                 break
+            # Every guess is tried with every label that the head allows: the steps so far and
+            # this one are made again from θ_0.
             best = torch.inf
             chosen = (images, labels, done)
             for image in guesses:
                 for label in labels_near(done.model, client, rest[_HEAD], image, left):
                     tried = torch.cat([images, image[None].to(images)]), torch.cat([labels, label[None]])
                     after = replay(seen.model, client, *tried)
+                    # The true image and label leave a sum of (left − 1) (N + p) products in ∂W_fc1, and so
+                    # nothing beyond that rank.
                     off = beyond_rank(update[FC1].double() - after.update[FC1].double(), (left - 1) * own.wanted)
                     if off < best:
                         best, chosen = off, (*tried, after)
             images, labels, done = chosen
             found.append((images[-1], own))
+        # Images after the last one that was found are grey.
         grey = torch.full(seen.model.image_shape, 0.5).to(seen.model.mean)
         return found + [(grey, no_tokens(update[FC1])._replace(wanted=1))] * (client.images - len(found))
 
@@ -196,12 +218,16 @@ class RoundUnrolling(TokenSearch):
             rest: what the step moved of the embedding.
             sent: the update that was released, of this step and others; None where it contains this step alone.
         """
+        # As in `patch-update`: Aᵀ X = G with A (N × D) and G (D × K), weighed by the rounding of one step.
         deviations = rounding_of_embedding(model, replace(client, steps=1, epochs=None), rest, sent)
         A, dA = (slot_rows(model, of[_PE].double()) for of in (rest, deviations))
         G, dG = (of[_PATCH_WEIGHT].flatten(1).double() for of in (rest, deviations))
         X = weighted_patches(A, G, dA, dG)
+        # Grey levels need N < D, where the equations determine each patch.
         if not self.levels or A.shape[0] >= A.shape[1]:
             return [model.to_images(X[None])[0]]
+        # The second solve rounds patch after patch to grey levels. It has one weight for each of the D equations: the
+        # inverse of the mean over K of Var G_dk + Σ_n Var A_nd x_nk².
         variance = (dG.square() + dA.square().mT @ X.square()).mean(1)
         levels = patches_of_levels(model, A, G, 1 / variance, self.levels)
         return self._guesses(*model.to_images(torch.stack([X, levels])))
@@ -211,6 +237,8 @@ class RoundUnrolling(TokenSearch):
         if not self.levels:
             return [image]
         rounded = (near * self.levels).round() / self.levels
+        # Where all pixels are within a quarter of a level, rounding is beyond doubt. Else
+        # the unrounded image is a guess too.
         certain = bool(((image - rounded).abs() < _CERTAIN / self.levels).all())
         return [rounded] if certain else [rounded, image]
 
@@ -221,9 +249,12 @@ class RoundUnrolling(TokenSearch):
         model, block = seen.model, first_block(seen.model)
         prefix, pe = known_tokens(model)
         each = len(prefix) + len(pe)
+        # The spans hold the products of all steps that are left, left · (N + p), but only the tokens of this step
+        # satisfy both matrices at these weights. So at most N + p are sought.
         own = self.tokens(block, seen, [0], left * each, most=each)[0]
         if not len(own.u):
             return [], own._replace(wanted=each)
+        # Position embeddings and the statistics of photographs assign the tokens to slots.
         z = model.embed(usual).double()
         return self.complete(seen, left, left * each, slots_by_law(Mlp.of(block), own.u, tokens_of(block, z)), z)
 
@@ -247,10 +278,14 @@ class RoundUnrolling(TokenSearch):
             finer: larger counts, from the least on, with which the tokens are refined once they are found.
         """
         model, block = seen.model, first_block(seen.model)
+        # Every patch lies in the row space Y (m × K) of ∂W = Σ_n g_n x_nᵀ, and γ₁ ⊙ z in what ∂W_qkv, γ₁ and β₁ span:
+        # both together leave each embedded patch few unknowns c, z_n = base_n + Q c_n.
         (prefix, pe), W = known_tokens(model), projection(model)
         Y = row_space(seen.gradients[_PATCH_WEIGHT][0].flatten(1), images * len(pe))
         of = Embeddings.of(Reads.of(seen, 0, block, max(count, *finer, 0)), Y, pe)
         G1, G2 = seen.gradients[FC1][0], seen.gradients[FC2][0]
+        # Missing tokens are searched for as functions of their c: u must lie in the row space
+        # of ∂W_fc1, and h in that of ∂W_fc2.
         mlp, whole = Mlp.of(block), Spans.of(G1, G2, count)
         tokens, z = complete_tokens(
             model,
@@ -264,15 +299,22 @@ class RoundUnrolling(TokenSearch):
             tolerance=self.tolerance,
             passes=self.passes,
         )
+        # A span of few directions cuts something off a token. From the token found, the search goes on in larger spans,
+        # and the result is kept where it leaves less outside of them.
         for more in finer:
             whole = Spans.of(G1, G2, more)
             α = settle(mlp, whole, tokens.u @ whole.u.mT, self.steps)
             better = outside(mlp, whole, α) < outside(mlp, whole, tokens.u @ whole.u.mT)
             tokens = tokens._replace(u=torch.where(better[:, None], α @ whole.u, tokens.u))
+        # The rounding of ∂W_qkv limits the precision of Q. So the last runs are without it:
+        # z = W x + b + e with x in Y alone.
         free = Embeddings(W[1] + pe, torch.linalg.qr((Y @ W[0].mT).mT).Q)
+        # Gauss-Newton steps on all c at once, so that the tokens which attention makes of all
+        # patches are those that were found.
         for space in [of] * _SHARPENINGS + [free] * _SHARPENINGS:
             args = (prefix, block, space.base, space.Q.mT, tokens.u, tokens.place, [(z - space.base) @ space.Q])
             z = space.base + sharpen_coordinates(*args, self.sharpen, self.inner) @ space.Q.mT
+        # Last, W Yᵀ c_n = z_n − b − e_n is solved for c_n by least squares, and x_n = Yᵀ c_n (N × K in all).
         X = torch.linalg.lstsq(W[0] @ Y.mT, (z - W[1] - pe).mT).solution.mT @ Y
         image = model.to_images(X[None])[0]
         wanted = len(prefix) + len(pe)
@@ -303,12 +345,16 @@ def labels_near(
         left: the number of products that H is a sum of.
     """
     classes = len(H)
+    # r_s sums to zero over the C classes, so that C − 1 products span all that any r can be.
     if left >= classes - 1:
         return torch.arange(classes)
     with torch.no_grad():
         logits = copy.deepcopy(model).double()(image[None].double())
+    # Row y of r (C × C) is ∂ℓ/∂logits = softmax − (1 − s) 1_y − s / C for the label y, with label smoothing s.
     smooth = client.label_smoothing
     r = logits.softmax(1) - (1 - smooth) * torch.eye(classes).to(logits) - smooth / classes
+    # The columns of H lie in the span of the r_s. The distance of each r from that span is relative to its length,
+    # because small r, of labels that the model predicts, would be near to any span.
     U = torch.linalg.svd(H.double(), full_matrices=False).U[:, :left]
     off = ((r - r @ U @ U.mT).norm(dim=1) / r.norm(dim=1)).cpu()
     near = off.argsort()[:_LABELS]
