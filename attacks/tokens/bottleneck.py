@@ -146,7 +146,7 @@ def separate_inputs(
         rest = parts.without(whole, found)
         left = whole if not len(found) else whole.without(rest.G_down, rest.G_up, count - len(found))
         near = _Search.of(rest, left)
-        # Random starts have about the usual length: each coordinate has the standard deviation size / √n.
+        # An input of length `size` has about size / √n in each of the n directions, and so have the random starts.
         β = (
             torch.randn(starts, len(near.free), generator=draw, dtype=torch.float64).to(found)
             * size

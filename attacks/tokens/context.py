@@ -45,7 +45,7 @@ cost within so many steps for their search to go on."""
 _TRIED = 3
 """Results of a slot's starts, least residual first, that are refined as tokens."""
 
-_SAME_TOKEN = 0.9  # least cosine of a result and the token that it is refined to: beyond, it is that of another slot
+_SAME_TOKEN = 0.9  # least cosine of a result and the token that it is refined to: below, it is that of another slot
 _STARTS = 8  # Starts of a slot that are searched from at once. The first ones are the patches around it
 
 

@@ -42,7 +42,7 @@ _STARTS, _FAR = 5, 9.0
 
 
 class PatchLaw(NamedTuple):
-    """The prior x = M c of a patch with c ~ N(0, I), and its embedding z = base_n + c B in slot n."""
+    """The prior x = c M of a patch with c ~ N(0, I), and its embedding z = base_n + c B in slot n."""
 
     base: Float[Tensor, "n d"]
     B: Float[Tensor, "m d"]
@@ -193,7 +193,7 @@ class _Fit:
         return c
 
     def _step(self, c: Float[Tensor, "n m"], L: Tensor) -> Float[Tensor, "n m"]:
-        # A Gauss-Newton step: (Jᵀ J + I) step = −(Jᵀ r + c) by conjugate gradients. J (f d × n m) is never made:
+        # A Gauss-Newton step solves (Jᵀ J + I) step = −(Jᵀ r + c) by conjugate gradients. J (f d × n m) is never made:
         # `forth` and `back` are products with J and Jᵀ.
         r, forth, back = linearised(lambda c: self.residual(c, L)[0], (c,))
         factor = self._factor_of_own(self.residual(c, L)[1], L)

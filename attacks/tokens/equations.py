@@ -135,11 +135,11 @@ def separate(
                 chosen = torch.stack([torch.randperm(len(usual), generator=draw)[: starts // 2] for draw in of])
                 images = usual[chosen.to(usual.device)].double() @ rest.u.mT
                 α = torch.cat([α[:, : starts - chosen.shape[1]], images], 1)
-            # Search within the rest in single precision, and keep distinct results with a residual below the tolerance.
+            # Starts move within the rest in single precision. Distinct results below the tolerance are candidates.
             α = refine(rough, rest.float(), α.float(), steps).double()  # on all units: drawn starts need them
             new = _distinct(mlp, rest, α, tolerance, twin)
-            # Settle these in double precision in the spans of the whole gradient, which have no errors of removed
-            # tokens. The residual there must be below the limit.
+            # The candidates settle in double precision in the spans of the whole gradient, which have no errors of
+            # removed tokens. Their residual there must be below the present limit.
             α = settle(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient
             new = _distinct(mlp, whole, α, limit, twin)
         # A result counts if it repeats no token found before. Those of least residual come first if not all are wanted.
@@ -306,7 +306,7 @@ def backward(
     diagonal = N.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(torch.where(real, 1e-13 * (diagonal.sum(-1) / real.sum(-1))[..., None], 1))
     L = torch.linalg.cholesky_ex(N)[0]
-    # Inverse iteration: each solve with N enlarges the eigenvector of the least eigenvalue most.
+    # This is inverse iteration: each solve with N enlarges the eigenvector of the least eigenvalue most.
     c = torch.ones_like(N[..., :1]) * real[..., None]
     for _ in range(_INVERSE_STEPS):
         c = torch.nn.functional.normalize(torch.cholesky_solve(c, L), dim=-2)

@@ -96,7 +96,7 @@ def invert_mlp(mlp: Mlp, b2: Float[Tensor, " d"], h: Float[Tensor, "f d"], law: 
 
     Source: ours.
     """
-    # Every output is searched from the mean input of every place, f · t starts with w = 0.
+    # The search starts from the mean input of every place for every output: f · t starts with w = 0.
     size = h.square().mean().sqrt()
     outputs, places = torch.arange(len(h), device=h.device), torch.arange(len(law.mean), device=h.device)
     first = _Starts(

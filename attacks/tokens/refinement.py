@@ -109,8 +109,8 @@ class _Equations:
     def gradient(self, at: _Point) -> Float[Tensor, "b s n"]:
         """Return Jᵀ r, half the gradient of the cost."""
         m, d = self.M.shape[2], self.P.shape[2]
-        # Jᵀ r, part by part. By t, the parts have the derivatives 1/d, 2 t/d and off/√d; then P leads to α. The
-        # residual of h is outside the span already, so (I − P_h) r = r.
+        # The parts of r but h have the derivatives 1/d, 2 t/d and off/√d by t, and that of t by α is P. The residual
+        # of h is outside the span already, so (I − P_h) r = r.
         r, mean, length, off = at.r.split([m, 1, 1, at.r.shape[2] - m - 2], 2)
         of_t = (mean + 2 * length * at.t) / d
         of_t = of_t if self.near is None else of_t + off / d**0.5
@@ -142,8 +142,8 @@ class _Equations:
 
     def product(self, at: _Point, p: Float[Tensor, "b s n"]) -> Float[Tensor, "b s n"]:
         """Return Jᵀ J p."""
-        # p moves W₁ u by p M and t by p P. The Jacobian of each part and its transpose follow, those of h as A (I −
-        # P_h) A. Without a matrix of n × n, a product costs a hundredth (`settle`).
+        # p moves W₁ u by p M and t by p P. Each part's Jacobian and its transpose follow: A (I − P_h) A for h. As no
+        # matrix of n × n is made, this costs a hundredth of `normal`.
         d, of_t = self.P.shape[2], torch.bmm(p, self.P)
         of_h = at.slope * self._outside(at.slope * torch.bmm(p, self.M))
         turned = of_t.mean(2, keepdim=True) + 4 / d * (at.t * of_t).sum(2, keepdim=True) * at.t
@@ -187,7 +187,7 @@ def refine(
     λ, idle, live = torch.full_like(cost, damping), torch.zeros_like(cost), torch.ones_like(cost, dtype=torch.bool)
     places = tuple(torch.meshgrid(*(torch.arange(k, device=α.device) for k in cost.shape), indexing="ij"))
     for _ in range(steps):
-        # A Levenberg-Marquardt step: (Jᵀ J + λ mean(diag) I) step = Jᵀ r. It is taken if it lowers the cost.
+        # A Levenberg-Marquardt step solves (Jᵀ J + λ mean(diag) I) step = Jᵀ r. It is taken if it lowers the cost.
         L = equations.damped(equations.normal(at), λ)
         g = equations.gradient(at)
         step = torch.cholesky_solve(g[..., None], L)[..., 0]
@@ -255,7 +255,7 @@ def settle(
     # The preconditioner is (Jᵀ J + ridge)⁻¹ at the point where that ended.
     start = _Equations.of(rough, coarse, α.float(), near_rough)
     L = start.damped(start.normal(start.at(α.float())), _FACTOR_RIDGE)
-    # Then Gauss-Newton steps in double precision on all units: Jᵀ J step = −Jᵀ r by conjugate gradients.
+    # Gauss-Newton steps on all units follow in double precision: Jᵀ J step = −Jᵀ r by conjugate gradients.
     equations = _Equations.of(mlp, spans, α, near)
     at, going = equations.at(α), torch.ones_like(α[:, :1, 0], dtype=torch.bool)
     for _ in range(_SETTLING_STEPS):

@@ -135,7 +135,7 @@ class Spans(NamedTuple):
             G2: ∂ℓ/∂W₂ without them.
             count: number of products that are left.
         """
-        # Coordinates in span{u} and span{h}, m × n and d × n, are decomposed, and the results turned back: u = α T.
+        # ∂W₁ Tᵀ (m × n) and ∂W₂ Hᵀ (d × n) hold coordinates in span{u} and span{h}; their factors are turned back.
         rest = Spans.of(G1 @ self.u.mT, G2 @ self.h.mT, count)
         return rest._replace(u=rest.u @ self.u, h=rest.h @ self.h)
 
@@ -162,7 +162,7 @@ class Near(NamedTuple):
     @classmethod
     def of(cls, each: Sequence["Near | None"]) -> "Near | None":
         """Return the guesses of several releases together; None if no release has any."""
-        # A release without guesses takes part with none of them, in the widths of one that has some.
+        # A release without guesses gets empty tensors, as wide as those of a release that has some.
         if (some := next((near for near in each if near is not None), None)) is None:
             return None
         none = Near(some.u[:0], some.base[:0], some.Q[:, :0])
