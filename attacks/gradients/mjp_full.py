@@ -1,4 +1,9 @@
-"""`mjp-full`: the image that MJP hides: tokens by separation, patches from tokens, places by borders."""
+"""`mjp-full`: the image that MJP hides: tokens by separation, patches from tokens, places by borders.
+
+Known are all gradients of one image under MJP (Ren et al., Algorithm 2 and Eq. 4): the patches of masked slots are
+shuffled, and E_unk replaces their position embeddings. Sought is the image. The class docstring numbers the steps:
+`subspace` (1), `TokenSearch.tokens` (2), `slots_of_tokens` (3), `sharpen_patches` (4) and `place_patches` (5).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +106,7 @@ class MjpFull(TokenSearch):
         """Return the condition N + |masked| + 1 < D, or N < D without a mask, with its numbers if it does not hold."""
         A = slot_gradients(seen)
         (_, n, d), masked = A.shape, int(zero_rows(A).sum(1).max())
+        # The directions of Y and of what attention adds must leave some of the D equations of a token over.
         if masked and n + masked + 1 >= d:
             return f"N + |masked| + 1 = {n + masked + 1} ≥ D = {d}"
         return too_many(seen)
@@ -109,26 +115,32 @@ class MjpFull(TokenSearch):
         """Reconstruct the private images, and return how many tokens were found."""
         model = seen.model
         A = slot_gradients(seen)
+        # Step 1: Y and the unmasked patches beyond Y; without a mask these are complete.
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
             return Reconstruction(model.to_images(found.known))
+        # The prior's completion is only a guess of all patches: the search for tokens starts from it.
         X = MjpSubspace().complete(found, seen).double()
         block = first_block(model)
+        # Steps 2 to 4, for several images at once on a GPU, and one on each core of a CPU.
         together = torch.arange(len(A)).split(_ON_CPU if A.device.type == "cpu" else _ON_GPU)
         parts = one_per_core(
             lambda i, X=X: self._images(model, block, seen, found, X, together[i].tolist()), len(together), A.device
         )
         tokens, solved = zip(*(image for part in parts for image in part), strict=True)
         X, told = (torch.stack(part) for part in zip(*solved, strict=True))
+        # The prior chooses the components in Y of unmasked patches without a token again, given all others.
         if (open_ := ~told & ~found.masked).any():  # their neighbours now tell more than mjp-subspace knew
             dtype, inside = model.mean.dtype, ~found.masked
             filled = MjpSubspace().likeliest(X.to(dtype), found.Y.to(dtype), seen, free=open_, inside=inside)
             X = torch.where(open_[..., None], filled.double(), X)
+        # Step 5: the masked patches move to where their borders fit; those without a token take the places left.
         lost = ~told & found.masked
         images = model.to_images(X)
         order = torch.stack([place_patches(model, *each) for each in zip(images, found.masked, lost, strict=True)])
         X, lost = X.gather(1, order[..., None].expand_as(X)), lost.gather(1, order)
         if lost.any():
+            # Masked patches without a token become the smoothest ones within Y at the places that they got.
             smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
             X = smooth.fill(X, found.Y, free=lost, inside=torch.ones_like(lost), steps=_STEPS)
         return Reconstruction(model.to_images(X), loose=found.masked, **self.counts(tokens))
@@ -144,16 +156,22 @@ class MjpFull(TokenSearch):
     ) -> list[tuple[Separated, Solved]]:
         """Return for some images the tokens and the patches; a patch whose token was not found is taken from X."""
         assert model.vit.pos_embed is not None  # its gradient was released
+        # In masked slots E_unk replaces the position embedding, so that these slots look equal (`Slots.alike`).
         pe, e_unk = model.vit.pos_embed.detach()[0, -X.shape[1] :].double(), replacement(seen).double()
         count = token_count(model)
+        # For each image X = known + C Y, with as many rows of Y as there are masked patches.
         slots = [
             Slots(found.known[i], found.Y[i, : int(masked.sum())], torch.where(masked[:, None], e_unk, pe), masked)
             for i, masked in zip(images, found.masked[images], strict=True)
         ]
+        # Row spaces of ∂W_qkv and ∂W_proj: what attention read and added.
         reads = [Reads.of(seen, i, block, count) for i in images]
+        # Step 2: the tokens of X are guesses for unmasked slots; all tokens are then searched together.
         near = [guesses(*each) for each in zip(slots, reads, X[images], strict=True)]
         tokens = self.tokens(block, seen, images, count, near)
         u = [of.u for of in tokens]
+        # Step 3: each token gets a slot and the coordinates c of its patch, by linear equations.
         linear = [slots_of_tokens(*each) for each in zip(slots, u, reads, strict=True)]
+        # Step 4: the Gauss-Newton method on all c of an image, with the block's own attention.
         solved = sharpen_patches(model, block, slots, u, linear, list(X[images]), self.sharpen, self.inner)
         return list(zip(tokens, solved, strict=True))

@@ -1,4 +1,13 @@
-"""`mjp-subspace`: what MJP's masked gradients determine, and the rest by an image prior."""
+"""`mjp-subspace`: what MJP's masked gradients determine, and the rest by an image prior.
+
+Known are A = ∂ℓ/∂E_pos, whose rows of masked slots are zero, and G = ∂ℓ/∂W = Σ_n g_n x_nᵀ, in which the g_n of masked
+slots are unknown. Sought are all patches x_n.
+
+1. What A cannot explain of G has the span Y of the masked patches for its row space. Beyond Y, G determines the other
+   patches (`subspace`). In an update of several steps, slots whose patches moved count as masked (`without_moved`).
+2. An image prior chooses the components of the unmasked patches in Y, and then the masked patches
+   (`MjpSubspace.complete`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,13 +63,17 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
         rtol: the ridge of `ridge_inverse`, relative to the norm of A.
     """
     A, G = A.double(), G.double()
+    # MJP (Eq. 4) feeds E_unk in masked slots, so that their position embeddings have no gradient.
     masked = zero_rows(A)
     count = masked.sum(1)
+    # The N − |masked| first right singular vectors of A span the rows of A_U; the others are set to zero.
     rows = torch.linalg.svd(A, full_matrices=False).Vh
     rows = rows * (torch.arange(rows.shape[1], device=A.device) < (A.shape[1] - count)[:, None])[..., None]
+    # R = Q ∂ℓ/∂W = Q A_Mᵀ X_M, with A_Uᵀ X_U removed. Its row space, of |masked| dimensions, is that of the X_M.
     R = G - rows.mT @ (rows @ G)
     Y = torch.linalg.svd(R, full_matrices=False).Vh[:, : max(1, int(count.max()))]  # there may be more than K masked
     Y = Y * (torch.arange(Y.shape[1], device=A.device) < count[:, None])[..., None]
+    # Aᵀ X = ∂ℓ/∂W, solved for the rows of X_U, holds beyond Y only, where ∂ℓ/∂W has no component of X_M.
     X = ridge_inverse(A.mT, rtol) @ G  # zero rows of A give zero rows of X
     return Subspace(masked, Y, X - (X @ Y.mT) @ Y)
 
@@ -80,7 +93,9 @@ def without_moved(
         G: what moved the patch projection, D × K for each image.
         tolerance: the share of a row's norm outside of the span above which its patch counts as moved, in [0, 1).
     """
+    # Σ_t G_t = Bᵀ X: the columns of G (d × k) span the rows of B, N dimensions for patches in general position.
     span = torch.linalg.svd(G, full_matrices=False).U[..., : A.shape[1]]
+    # A_j with a large share outside is not a row of B: in some step its patch was in another slot.
     outside = (A - A @ span @ span.mT).norm(dim=2)
     return A.masked_fill((outside > tolerance * A.norm(dim=2))[..., None], 0)
 
@@ -88,6 +103,7 @@ def without_moved(
 def _of_update(seen: Observation) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b d k"]]:
     """Return what gradients moved in updates of position embeddings and projection, in the slots that tell patches."""
     assert seen.client is not None
+    # Weight decay moved the parameters too; what is left is the sum of gradients over the steps.
     each = zip(seen.gradients["pos_embed"], seen.gradients[_PROJECTION], strict=True)
     moved = [undecayed(seen.model, {"pos_embed": e, _PROJECTION: W}, seen.client) for e, W in each]
     A = torch.stack([slot_rows(seen.model, of["pos_embed"]) for of in moved])
@@ -156,9 +172,11 @@ class MjpSubspace(Checked):
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
         model = seen.model
+        # A = ∂ℓ/∂E_pos of the patch slots (N × D) and G = ∂ℓ/∂W (D × K), or their sums over the steps of an update.
         A, G = _of_update(seen) if seen.client is not None else (slot_gradients(seen), seen.gradients[_PROJECTION])
         warn_of_limits(self.name, A, most=A.shape[2] - 1, knows_mask=True)
         found = subspace(A, G.flatten(2), self.rtol)
+        # Without a mask Y is empty, and `known` holds the patches themselves.
         if not found.masked.any():
             return model.to_images(found.known)
         return model.to_images(self.complete(found, seen))
@@ -168,7 +186,10 @@ class MjpSubspace(Checked):
         model = seen.model
         dtype, masked = model.mean.dtype, found.masked
         known, Y = found.known.to(dtype), found.Y.to(dtype)
+        # The unmasked patches are X_known + C Y. Windows that reach into masked slots do not count.
         X = self.likeliest(known, Y, seen, free=~masked, inside=~masked)
+        # The masked patches are C Y: their known part is zero. The order of the patches among these slots is unknown,
+        # so they become the smoothest continuation of the others.
         smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
         return smooth.fill(X, Y, free=masked, inside=torch.ones_like(masked), steps=12 * self.steps)
 
@@ -190,6 +211,7 @@ class MjpSubspace(Checked):
             free: slots whose patches may change.
             inside: slots whose pixels count; a window counts only if it lies wholly within them.
         """
+        # Quadratic priors have a linear solution, and take no rounds of reweighting.
         rounds = self.rounds if self.prior in ("sparse", "cauchy") else 0
         windows = photograph_windows(seen.model, self.prior, seen.photographs)
         return windows.fill(X, Y, free=free, inside=inside, rounds=rounds, steps=self.steps)

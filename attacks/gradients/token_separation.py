@@ -1,4 +1,10 @@
-"""`token-separation`: the image without any gradient of position embeddings, from what the first MLP reads."""
+"""`token-separation`: the image without any gradient of position embeddings, from what the first MLP reads.
+
+Known are gradients of the first block, of one image or summed over several; position embeddings need none. Sought are
+all patches. The class docstring numbers the steps, which are `TokenSearch.tokens` (1), `slots_of_tokens` and
+`sharpen_patches` (2), `embeddings_of_tokens` and `_invert` (3), `by_image` (4), and `place_patches` (5).
+`complete_image` fills what is left open.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -118,11 +124,14 @@ class TokenSeparation(TokenSearch):
         all_, frozen = B * (n + p), _PATCH_WEIGHT not in seen.gradients
         m, named = (k, "K") if frozen else (B * n, "B·N")
         T = f"B·(N + {p})"
+        # z takes T + 2 dimensions, with γ₁ and β₁, and a T + 1, with b_proj: one of the D must be left over.
         if frozen and d <= k:
             asked, said = (2 * all_ + 3, d), (f"2·{T} + 3", "D")
+        # Equal slots: ∂W_qkv adds only one equation to the D of a token, for m + T + 1 unknowns and the scale.
         elif model.vit.pos_embed is None:
             asked, said = (m + all_, d), (f"{named} + {T}", "D")
         else:
+            # Different slots: ∂W_qkv adds D − T − 2 equations to the D, and one must be left over.
             asked, said = (m + 2 * all_ + 4, 2 * d), (f"{named} + 2·{T} + 4", "2·D")
         told = [(asked, said), ((all_, d), (T, "D"))]
         found = [f"{a} = {x} ≥ {b} = {y}" for (x, y), (a, b) in told if x >= y]
@@ -153,15 +162,18 @@ class TokenSeparation(TokenSearch):
                 f"{self.name}: attention depends on places here ({type(block.attn).__name__}), and its weights are "
                 f"needed before these are known. Found {what}: give one image, with the gradient of its embedding."
             )
+        # For several images, half of the starts are tokens of the bundled photographs, in their mirror images too.
         several = B > 1 and B * count < model.vit.embed_dim  # of more tokens none is searched for
         several = several and seen.photographs != ()
         usual = tokens_of(block, model.embed(mirrored(seen))).flatten(0, 1) if several else None
         found: list[Separated] = []
         solved: list[Solved] = []
         for i in range(len(seen.gradients[FC1])):
+            # Step 1: the tokens of one release, of all its images.
             own = self.tokens(block, seen, [i], B * count, usual=usual)[0]
             if usual is not None and len(own.u) < own.wanted:  # one search or the other gets stuck
                 own = max(own, *self.tokens(block, seen, [i], B * count), key=lambda each: len(each.u))
+            # Steps 2 to 4: patches from tokens, and for several images which patches belong together.
             slots = _slots(seen, i, hidden[i])
             if B == 1:
                 parts = [(own, self._patches(seen, block, i, own.u, slots))]
@@ -172,8 +184,10 @@ class TokenSeparation(TokenSearch):
         X, known = (torch.stack(part) for part in zip(*solved, strict=True))
         counts = self.counts(found)
         loose = hidden.repeat_interleave(B, 0)
+        # If every slot has a position embedding that is known, the patches are in place, and only gaps are filled.
         if not loose.any():
             return Reconstruction(model.to_images(self._complete(seen, X, known)), **counts)
+        # Step 5: loose patches move to where their borders fit. Gaps are filled afterwards, when neighbours are known.
         lost = [None] * len(X) if model.vit.pos_embed is None else ~known
         each = zip(model.to_images(X), loose, lost, strict=True)
         order = torch.stack([place_patches(model, *image) for image in each])
@@ -192,6 +206,7 @@ class TokenSeparation(TokenSearch):
         """
         r, bare = len(seen.gradients[FC1]), seen.model.vit.pos_embed is None
         none = torch.full((r, seen.model.vit.patch_embed.num_patches), bare, device=seen.model.mean.device)
+        # All slots are equal without position embeddings; with them, none is unless MJP is at work.
         if bare or not hides_places(seen):
             return none
         if "pos_embed" in seen.gradients and shares_mask(seen):
@@ -206,14 +221,17 @@ class TokenSeparation(TokenSearch):
     def _patches(self, seen: Observation, block: PreNormBlock, i: int, u: Float[Tensor, "f d"], slots: Slots) -> Solved:
         """Return the patches of image i, and which of them have a token."""
         model = seen.model
+        # Patches without a token are grey: zeros in normalised pixels.
         grey, none = slots.known, torch.zeros_like(slots.alike)
         if not len(u):
             return Solved(grey, none)
         reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(grey))
+        # Frozen with D ≤ K: tokens yield embeddings, and the prior yields the likeliest patches and their slots.
         if _is_underdetermined(seen):
             z = embeddings_of_tokens(u, reads, self.sharpen, self.inner)
             ns, x = _invert(model, z, slots.pe, photograph_gradients(model, seen.photographs))
             return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
+        # Otherwise slots and coordinates c follow linearly, and the Gauss-Newton method sharpens c.
         linear = slots_of_tokens(slots, u, reads)
         return sharpen_patches(model, block, [slots], [u], [linear], [grey], self.sharpen, self.inner)[0]
 
@@ -223,16 +241,19 @@ class TokenSeparation(TokenSearch):
         """Return for each image of release i its tokens and its patches."""
         model, B = seen.model, seen.images_per_release
         reads = Reads.of(seen, i, block, B * (model.vit.num_prefix_tokens + len(slots.pe)))
+        # Every slot takes up to B tokens; attention then shows which of them belong to the same image.
         linear = slots_of_tokens(slots, tokens.u, reads, B)
         own = by_image(model, block, slots, linear, B)
         each = [Separated(tokens.u[of.token], tokens.residual[of.token], tokens.wanted // B) for of in own]
         grey = [slots.known] * B
+        # Each image is sharpened separately, because attention does not cross images.
         patches = sharpen_patches(model, block, [slots] * B, [tokens.u] * B, own, grey, self.sharpen, self.inner)
         return list(zip(each, patches, strict=True))
 
 
 def _without_lost(seen: Observation) -> Observation:
     """Return the observation without those gradients of the embedding whose stated errors are as large as they are."""
+    # A gradient whose mean square is no larger than the variance of its error is taken for noise alone.
     read = {name: seen.gradients[name] for name in TokenSeparation.if_released if name in seen.gradients}
     error = Stack(tuple(seen.defense)).variance(read)
     lost = {name for name, g in read.items() if bool(error[name].mean() >= g.square().mean())}
@@ -241,10 +262,13 @@ def _without_lost(seen: Observation) -> Observation:
 
 def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
     """Return what is known of the patches of release i: their span, and their position embeddings or `replacement`."""
+    # E_unk or zero, as MJP has it, replaces the position embeddings of hidden slots.
     pe = known_tokens(seen.model)[1]
     if seen.model.vit.pos_embed is not None:
         pe = torch.where(hidden[:, None], replacement(seen).to(pe), pe)
     W, _ = projection(seen.model)
+    # ∂W = Σ_n g_n x_nᵀ has the patches for its row space; without it every direction of a patch is open. No part is
+    # known beforehand: X = C Y.
     Y = torch.eye(W.shape[1]).to(W)
     if _PATCH_WEIGHT in seen.gradients:
         Y = row_space(seen.gradients[_PATCH_WEIGHT][i].flatten(1), seen.images_per_release * len(pe))
@@ -266,11 +290,15 @@ def _invert(
     """
     W, b = projection(model)
     L = patch_prior(model, Γ)
+    # With x = L g, g ~ N(0, I), z − b − e_s less its mean is V g, and normal with the covariance V Vᵀ (D × D). Nothing
+    # shows the mean of z, so all means are removed.
     V = (W - W.mean(0)) @ L
     law = V @ V.mT
     law = law + _RIDGE * law.diagonal().mean() * torch.eye(len(law)).to(law)
+    # Whitened, the squared distance of z − b and e_s is the cost of slot s; the least sum is the likeliest order.
     whiten = torch.linalg.inv(torch.linalg.cholesky(law)).mT
     rows = torch.cat([z - b, pe])
     z, pe = (rows - rows.mean(1, keepdim=True)).split([len(z), len(pe)])
     ns = least_cost(torch.cdist(z @ whiten, pe @ whiten).square())[1]
+    # The likeliest patch is the shortest g with V g = z − b − e_s, times L.
     return ns, (z - pe[ns]) @ (L @ ridge_inverse(V)).mT

@@ -1,4 +1,13 @@
-"""The inputs of a bottleneck adapter, one by one, from the gradients of its two layers."""
+"""The inputs of a bottleneck adapter, one by one, from the gradients of its two layers.
+
+Known are the adapter h ↦ U act(V h + v) and its gradients ∂V = Σ_n δ_n h_nᵀ, ∂v = Σ_n δ_n and ∂U = Σ_n ε_n a_nᵀ with
+a_n = act(V h_n + v). Each single input h_n is sought. This is token separation as in `equations`, except that no
+LayerNorm fixes the length of h: ∂v does.
+
+1. Both gradients yield span{h_n} and span{a_n}; ∂v restricts h to a plane in the first (`_Search.of`).
+2. From random points of the plane, h moves until act(V h + v) lies in span{a_n} (`_Search.run`).
+3. Inputs that were found are removed from the gradients (`Bottleneck.without`), and the rest is searched.
+"""
 
 from typing import NamedTuple
 
@@ -32,6 +41,7 @@ class Bottleneck(NamedTuple):
             adapter: the module, whose layers are `down` and `up`.
             gradients: those of one release by the names of its parameters, such as `down.weight`.
         """
+        # An adapter reads h without a LayerNorm before it: γ = 1 and β = 0 make u = t = h in `Mlp`.
         V, v, U = (adapter.get_parameter(name).detach().double() for name in ("down.weight", "down.bias", "up.weight"))
         G, g, H = (gradients[name].double() for name in ("down.weight", "down.bias", "up.weight"))
         one = torch.ones_like(V[0])
@@ -41,6 +51,7 @@ class Bottleneck(NamedTuple):
         """Return what the gradients hold but for found inputs."""
         if not len(found):
             return self
+        # P_δ on the δ of found inputs removes their terms from ∂V = Σ_n δ_n h_nᵀ and ∂v = Σ_n δ_n, and P_ε from ∂U.
         Q_ε, Q_δ = (torch.linalg.qr(each.mT).Q for each in backward(self.mlp, whole, found))
         G, g, H = (Q @ (Q.mT @ of) for Q, of in ((Q_δ, self.G_down), (Q_δ, self.g_down), (Q_ε, self.G_up)))
         return Bottleneck(self.mlp, self.G_down - G, self.g_down - g, self.G_up - H)
@@ -60,6 +71,7 @@ class _Search(NamedTuple):
 
         With ∂V = Σ_n δ_n h_nᵀ = Lᵀ diag(σ) T and h_n = α_n T, ∂v = Σ_n δ_n = Lᵀ diag(σ) τ gives α_n · τ = 1.
         """
+        # α · τ = 1 leaves n − 1 unknowns β: α = τ / |τ|² + β N, with orthonormal rows N orthogonal to τ.
         τ = spans.δ @ parts.g_down / spans.σ
         N = torch.linalg.svd(τ[None]).Vh[1:]  # what τ leaves free
         return cls(parts.mlp, spans.h, τ @ spans.u / τ.square().sum(), N @ spans.u)
@@ -76,9 +88,12 @@ class _Search(NamedTuple):
         self, β: Float[Tensor, "s k"]
     ) -> tuple[Float[Tensor, "s r"], Float[Tensor, "s r k"], Float[Tensor, " s"]]:
         """Return the residual at β, its Jacobian, and its square."""
+        # The residual is that of â = a / |a|: a small a alone does not lower it. With J the derivative of a over |a|,
+        # act′ ⊙ V freeᵀ / |a| (r × k), that of â is (I − â âᵀ) J.
         a, slope = self.mlp.hidden(self.inputs(β))
         length = a.norm(dim=1, keepdim=True)
         a, J = a / length, slope[..., None] * (self.mlp.W1 @ self.free.mT) / length[..., None]
+        # r = (I − P) â, so its derivative is (I − P) J − r âᵀ J.
         r = a - (a @ self.span.mT) @ self.span
         return r, J - self.span.mT @ (self.span @ J) - r[..., None] * (a[:, None] @ J), r.square().sum(1)
 
@@ -120,23 +135,28 @@ def separate_inputs(
 
     Source: ours; the sums are the chain rule at the adapter.
     """
+    # The whole gradients determine the spans and the number of inputs, no more than their rank.
     whole = Spans.of(parts.G_down, parts.G_up, count)
     search, count, idle = _Search.of(parts, whole), len(whole.u), 0
     found, residual = whole.u[:0], whole.σ[:0]
     for _ in range(rounds):
         if len(found) == count or idle == _MOST_IDLE:
             break
+        # Each round searches what the inputs found so far leave of the gradients, a smaller space.
         rest = parts.without(whole, found)
         left = whole if not len(found) else whole.without(rest.G_down, rest.G_up, count - len(found))
         near = _Search.of(rest, left)
+        # An input of length `size` has about size / √n in each of the n directions, and so have the random starts.
         β = (
             torch.randn(starts, len(near.free), generator=draw, dtype=torch.float64).to(found)
             * size
             / len(whole.u) ** 0.5
         )
+        # Solutions in the rest are settled in the whole spans, in which found inputs leave no errors.
         h, off = near.run(β, steps)
         h = h[off < max(tolerance, 1e-2)]  # what found inputs leave has their rounding errors
         h, off = search.run(search.coordinates(h), steps)
+        # Those below the tolerance are inputs, least residual first, each once.
         best = off.argsort()
         new, off = h[best[off[best] < tolerance]], off[best[off[best] < tolerance]]
         kept = _distinct(torch.cat([found, new]), len(found))[: count - len(found)]
@@ -147,6 +167,7 @@ def separate_inputs(
 
 def _distinct(h: Float[Tensor, "f d"], known: int) -> list[int]:
     """Return the rows behind the first `known` ones that repeat no row before them, counted from there."""
+    # `same` marks pairs by their distance, relative to a length; each row is compared with rows before it.
     same = (torch.cdist(h, h) < _SAME * h.norm(dim=1)).tril(-1).cpu()
     kept = torch.ones(len(h), dtype=torch.bool)
     for i in range(known, len(h)):

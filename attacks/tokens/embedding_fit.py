@@ -1,4 +1,14 @@
-"""From what the first MLP reads to the patches, where the embedding is frozen: a fit of all patches under a prior."""
+"""From what the first MLP reads to the patches, where the embedding is frozen: a fit of all patches under a prior.
+
+Known are tokens u of one image, each with the covariance of its error (`doubt`), the weights, and a Gaussian prior of a
+patch. Sought are all patches, where the patch embedding has no gradient.
+
+1. The prior becomes one of embeddings z = base + c B with white c (`PatchLaw`).
+2. A token is z + a up to scale and mean, with a from attention. The assignment of greatest likelihood puts tokens into
+   slots; it and attention follow from each other, in turn (`places_of_tokens`).
+3. The Gauss-Newton method fits the c of all patches at once to all tokens, with less and less room for a residual
+   (`fit_patches`). Then x = c M.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +42,7 @@ _STARTS, _FAR = 5, 9.0
 
 
 class PatchLaw(NamedTuple):
-    """The prior x = M c of a patch with c ~ N(0, I), and its embedding z = base_n + c B in slot n."""
+    """The prior x = c M of a patch with c ~ N(0, I), and its embedding z = base_n + c B in slot n."""
 
     base: Float[Tensor, "n d"]
     B: Float[Tensor, "m d"]
@@ -45,10 +55,14 @@ class PatchLaw(NamedTuple):
 
         `spread` is the covariance of an embedding less its mean, with a ridge.
         """
+        # A patch x = L g with g ~ N(0, I) has the embedding base + U diag(σ) Vh g, of m = min(d, k) unknowns.
         W, b = projection(model)
         U, σ, Vh = torch.linalg.svd(W @ L, full_matrices=False)
+        # B is diag(σ) Uᵀ with a ridge in σ, as if the embedding had a little noise. Given z = base + c B, the mean of x
+        # is c M with M = diag(σ/wide) Vh Lᵀ.
         wide = (σ.square() + _RIDGE * σ.square().mean()).sqrt()
         B = wide[:, None] * U.mT
+        # LayerNorm removes the mean of an embedding, so the covariance is that of its centred rows, with another ridge.
         C = B - B.mean(1, keepdim=True)
         S = C.mT @ C
         S = S + _RIDGE * S.diagonal().mean() * torch.eye(len(S)).to(S)
@@ -70,23 +84,30 @@ def places_of_tokens(model: VictimModel, block: PreNormBlock, tokens: Inverted, 
         tokens: tokens of one image, in no order.
         law: the law of embedded patches.
     """
+    # LayerNorm's scale and bias are undone, in t and in the covariance of its error, D × D for each token.
     mlp, prefix = Mlp.of(block), known_tokens(model)[0]
     t, p, D, z = _centred(normalise(mlp, tokens.u)), len(prefix), tokens.u.shape[1], law.base
     doubt = _centred(_centred(tokens.doubt / (mlp.γ[:, None] * mlp.γ)).mT)
+    # Class and register tokens have a known z: their tokens have the greatest cosine with z + a.
     a = block.attention(torch.cat([prefix, z]))
     own, at = least_cost(1 - nn.functional.cosine_similarity(t[:, None], _centred(prefix + a[:p]), dim=2))
     places = torch.zeros(len(t), dtype=torch.long, device=t.device).index_copy(0, own, at)
     rest = torch.ones_like(places, dtype=torch.bool).index_fill(0, own, value=False).nonzero()[:, 0]
     for _ in range(_ROUNDS):
+        # In slot n, s t is normal with mean c_n, z + a of the mean patch, and covariance spread + s² doubt. The s² in
+        # it is approximated by one value for all, because |t|² = D.
         c = _centred(law.base + a[p:])
         variance = (c.square().sum(1).mean() + law.spread.diagonal().sum()) / D  # about s²
         L = torch.linalg.cholesky(law.spread + variance * doubt[rest])
+        # Whitened, the cost is |s x − y|²/2 − (D − 2) log s. Its derivative by s vanishes at s² xx − s xy = D − 2, of
+        # which s is the positive root, f × n.
         x, y = (
             torch.linalg.solve_triangular(L, of, upper=False) for of in (t[rest, :, None], c.mT.expand(len(L), -1, -1))
         )
         xx, xy = x.square().sum(1), (x.mT @ y)[:, 0]
         s = (xy + (xy.square() + 4 * (D - 2) * xx).sqrt()) / (2 * xx)
         rows, ns = least_cost((xx * s.square() - 2 * xy * s + y.square().sum(1)) / 2 - (D - 2) * s.log())
+        # z is s t − a in the slots of tokens, and that of the mean patch in others. Attention follows from these.
         z = law.base.index_copy(0, ns, s[rows, ns, None] * t[rest[rows]] - a[p + ns])
         places[rest[rows]] = p + ns
         a = block.attention(torch.cat([prefix, z]))
@@ -110,6 +131,7 @@ def fit_patches(
         law: the law of patches and their embeddings.
         draw: generator of the starts.
     """
+    # Each start is a draw of all patches from the prior. The search ends at the first fit that explains every token.
     fit, ends = _Fit(block, known_tokens(model)[0], tokens, places, law), list[Tensor]()
     L = fit.factor(_LEVELS[-1])
     for _ in range(_STARTS):
@@ -142,6 +164,7 @@ class _Fit:
 
     def residual(self, c: Float[Tensor, "n m"], L: Tensor) -> tuple[Float[Tensor, "f d"], Float[Tensor, "t d"]]:
         """Return R (u(c) − u), and all tokens before LayerNorm."""
+        # The block runs forward on all patches, so that each patch counts in every token through attention.
         z = torch.cat([self.prefix, self.law.base + c @ self.law.B])
         v = z + self.block.attention(z)
         off = (self.block.norm2(v)[self.places] - self.tokens.u)[..., None]
@@ -153,11 +176,13 @@ class _Fit:
 
     def descend(self, c: Float[Tensor, "n m"], levels: Sequence[float]) -> Float[Tensor, "n m"]:
         """Return where the Gauss-Newton method leads, for one size of room after the other."""
+        # The room is wide at first, where the prior counts, and narrow in the end, where the tokens count.
         for room in levels:
             L = self.factor(room)
             for _ in range(_STEPS):
                 step = self._step(c, L)
                 cost = self.cost(c, L)
+                # A step is cut to a third until it lowers the cost. If none does, the next size of room follows.
                 tried = [c + step / 3**cut for cut in range(_CUTS + 1)]
                 better = next((new for new in tried if self.cost(new, L) < cost), None)
                 if better is None:
@@ -168,6 +193,8 @@ class _Fit:
         return c
 
     def _step(self, c: Float[Tensor, "n m"], L: Tensor) -> Float[Tensor, "n m"]:
+        # A Gauss-Newton step solves (Jᵀ J + I) step = −(Jᵀ r + c) by conjugate gradients. J (f d × n m) is never made:
+        # `forth` and `back` are products with J and Jᵀ.
         r, forth, back = linearised(lambda c: self.residual(c, L)[0], (c,))
         factor = self._factor_of_own(self.residual(c, L)[1], L)
         own = conjugate_gradients(
@@ -180,10 +207,13 @@ class _Fit:
 
     def _factor_of_own(self, v: Float[Tensor, "t d"], L: Tensor) -> Float[Tensor, "n m m"]:
         """Return Cholesky's factors of Jᵀ J + I without what attention carries from patch to patch."""
+        # With a fixed, a change dv of v = z + a moves u by γ ⊙ (I − 1 1ᵀ/d − t tᵀ/d) dv / std(v). The rows of B are the
+        # directions of v, so J is f × m × d.
         norm, own = self.block.norm2, self.places[self.of_patch]
         std = (v[own].var(1, correction=0) + norm.eps).sqrt()[:, None]
         t, B = _centred(v[own]) / std, _centred(self.law.B)
         J = (B - (t @ B.mT)[..., None] * t[:, None] / v.shape[1]) * (norm.weight / std)[:, None]
+        # (R J_n)ᵀ R J_n (m × m) belongs to the slot of token n; a patch without a token has the I of the prior alone.
         J = torch.linalg.solve_triangular(L[self.of_patch], J.mT, upper=False)
         N = torch.zeros(len(self.law.base), len(B), len(B)).to(v).index_copy(0, own - len(self.prefix), J.mT @ J)
         return torch.linalg.cholesky(N + torch.eye(len(B)).to(N))

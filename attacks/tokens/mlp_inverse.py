@@ -1,4 +1,13 @@
-"""From the outputs of a block's MLP back to its inputs: the likeliest ones, with less and less room for a residual."""
+"""From the outputs of a block's MLP back to its inputs: the likeliest ones, with less and less room for a residual.
+
+Known are the weights, outputs h_n of the MLP, in no order, and the law of its inputs, from photographs. Sought is the
+input u_n of each: D equations W₂ act(W₁ u + b₁) + b₂ = h, which are not convex and weak in some directions.
+
+1. Every output starts from the mean input of every place, because its own place is unknown.
+2. Levenberg-Marquardt searches minimise |MLP(u) − h|²/σ² − 2 log p(u) for smaller and smaller σ, in coordinates w with
+   u = mean + L w, in which the prior is white (`_descend`).
+3. The best start of each output is its u; the curvature there yields the covariance of its error.
+"""
 
 from typing import NamedTuple
 
@@ -34,6 +43,7 @@ class InputLaw(NamedTuple):
     @classmethod
     def of(cls, usual: Float[Tensor, "m t d"]) -> "InputLaw":
         """Return the law of the inputs of photographs, by all inputs of each of m of them, in float64."""
+        # Each place has its own mean, and all places share one covariance: the photographs are few.
         mean = usual.mean(0)
         S = (usual - mean).flatten(0, 1).mT.cov(correction=0)
         return cls(mean, torch.linalg.cholesky(S + _RIDGE * S.diagonal().mean() * torch.eye(len(S)).to(S)))
@@ -86,6 +96,7 @@ def invert_mlp(mlp: Mlp, b2: Float[Tensor, " d"], h: Float[Tensor, "f d"], law: 
 
     Source: ours.
     """
+    # The search starts from the mean input of every place for every output: f · t starts with w = 0.
     size = h.square().mean().sqrt()
     outputs, places = torch.arange(len(h), device=h.device), torch.arange(len(law.mean), device=h.device)
     first = _Starts(
@@ -94,18 +105,23 @@ def invert_mlp(mlp: Mlp, b2: Float[Tensor, " d"], h: Float[Tensor, "f d"], law: 
         places.repeat(len(outputs)),
     )
     u, off = torch.zeros_like(h), torch.full_like(h[:, 0], torch.inf)
+    # The first search keeps few starts of each output. The second keeps all, for outputs not found.
     for keep_all in (False, True):
         lost = off > _FOUND
         if not bool(lost.any()):
             break
         starts = first.take(lost[first.output])
+        # Room for a residual shrinks from level to level, and the starts with the largest residuals are given up.
         for room, steps, keep in _LEVELS:
             starts, cost = _lower(mlp, b2, h, law, starts, float(room * size), steps)
             last = room == _LEVELS[-1][0]
             starts = _best(starts, cost, 1 if last else len(places) if keep_all else keep)
+        # The best start of each output yields its u = mean_place + L w; `off` is the relative residual.
         u[starts.output] = law.mean[starts.place] + starts.w @ law.L.mT
         out = mlp.hidden(u)[0] @ mlp.W2.mT + b2
         off = (out - h).norm(dim=1) / h.norm(dim=1)
+    # J (f × d × d) is the derivative of MLP(u) / σ by w. In w the prior is N(0, I), so the error of w has the
+    # covariance (Jᵀ J + I)⁻¹, and that of u is L (…)⁻¹ Lᵀ.
     J = mlp.W2 @ (mlp.hidden(u)[1][..., None] * (mlp.W1 @ law.L)) / (_LEVELS[-1][0] * size)
     doubt = law.L @ torch.linalg.inv(J.mT @ J + torch.eye(h.shape[1]).to(h)) @ law.L.mT
     return Inverted(u, off, doubt)
@@ -124,8 +140,10 @@ def _lower(
     mlp: Mlp, b2: Tensor, h: Tensor, law: InputLaw, starts: _Starts, room: float, steps: int
 ) -> tuple[_Starts, Float[Tensor, " s"]]:
     """Return the starts after the search at one size of room, and the lengths of their residuals."""
+    # With wide room, single precision is enough, and faster.
     dtype = torch.float32 if room > _SINGLE * float(h.square().mean().sqrt()) else torch.float64
     mlp, law, b2, h = mlp.to(dtype), law.to(dtype), b2.to(dtype), h.to(dtype)
+    # In w, the first layer is W₁ (mean + L w) + b₁ = base + W w. Chunks of starts bound the memory of the Jacobians.
     W, done = mlp.W1 @ law.L, []
     for part in starts.w.to(dtype).split(_CHUNK):
         rows = slice(len(done) * _CHUNK, len(done) * _CHUNK + len(part))
@@ -139,6 +157,7 @@ def _descend(
     mlp: Mlp, W: Tensor, base: Tensor, target: Tensor, w: Float[Tensor, "s d"], room: float, steps: int
 ) -> tuple[Float[Tensor, "s d"], Float[Tensor, " s"]]:
     """Minimise |W₂ act(base + W w) − target|² / room² + |w|² for each start, and return |…| too."""
+    # r = (W₂ act(base + W w) − target) / room. The cost |r|² + |w|² has Jᵀ J + I and Jᵀ r + w for its normal equations.
     eye = torch.eye(w.shape[1]).to(w)
 
     def at(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,6 +170,7 @@ def _descend(
         return J.mT @ J + eye, (r[:, None] @ J)[:, 0] + w
 
     def over(cost: Tensor, tried: Tensor) -> bool:
+        # The search ends if costs fall, but none by the least share. If none falls, damping rises, and it goes on.
         return bool((tried < cost).any()) and not bool((tried < (1 - _LEAST_DECREASE) * cost).any())
 
     w, r, _, _ = levenberg_marquardt(w, at, steps, _FIRST_DAMPING, normal, over)

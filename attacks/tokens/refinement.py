@@ -1,4 +1,13 @@
-"""From starts to tokens: the Levenberg-Marquardt method on few hidden units, then the Gauss-Newton method on all."""
+"""From starts to tokens: the Levenberg-Marquardt method on few hidden units, then the Gauss-Newton method on all.
+
+Known are the spans of tokens (basis T) and of hidden units (P_h), and starts u = α T. Sought are tokens near them: u
+for which h = act(W₁ u + b₁) lies in the span of hidden units, and t = (u − β)/γ has zero mean and unit variance. With
+`near`, t also lies in a known span. All of these are squared residuals of the coordinates α.
+
+1. `_Equations` holds the residuals and the products with their Jacobian, of many starts at once.
+2. `refine` is the Levenberg-Marquardt method, in which each start has its own damping and end.
+3. `settle` refines on a part of the hidden units first (`roughen`), which is fast, and then on all in float64.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,8 +83,10 @@ class _Equations:
     @classmethod
     def of(cls, mlp: Mlp, spans: Spans, α: Float[Tensor, "b s n"], near: Near | None) -> "_Equations":
         """Return the equations, with the usual length of h at the starts α of each release for unit."""
+        # u = α T enters by its coordinates alone: W₁ u = α M with M = T W₁ᵀ (n × m), and t = α P − β/γ with P = T / γ.
         M, P = spans.u @ mlp.W1.mT, spans.u / mlp.γ
         size = M.new_ones(len(M), 1, 1)
+        # The residual of h is divided by the median |h| of the starts, so that it is relative like the others.
         if α.shape[1]:
             size = mlp.activate(torch.bmm(α, M) + mlp.b1)[0].norm(dim=2).nanmedian(1).values[:, None, None]
         return cls(mlp, near, size, spans.h, M, P, spans.real())
@@ -90,6 +101,7 @@ class _Equations:
         """Return the residuals at α."""
         (h, slope), d = self.mlp.activate(torch.bmm(α, self.M) + self.mlp.b1), self.P.shape[2]
         t = torch.bmm(α, self.P) - self.mlp.β / self.mlp.γ
+        # r = ((I − P_h) h / size, mean t, |t|²/d − 1) with m + 2 entries, and d more, off t / √d, with `near`.
         r = [self._outside(h) / self.size, t.mean(2, keepdim=True), t.square().mean(2, keepdim=True) - 1]
         r += [] if self.near is None else [self.near.off(t) / d**0.5]
         return _Point(slope / self.size, torch.cat(r, 2), t)
@@ -97,6 +109,8 @@ class _Equations:
     def gradient(self, at: _Point) -> Float[Tensor, "b s n"]:
         """Return Jᵀ r, half the gradient of the cost."""
         m, d = self.M.shape[2], self.P.shape[2]
+        # The parts of r but h have the derivatives 1/d, 2 t/d and off/√d by t, and that of t by α is P. The residual
+        # of h is outside the span already, so (I − P_h) r = r.
         r, mean, length, off = at.r.split([m, 1, 1, at.r.shape[2] - m - 2], 2)
         of_t = (mean + 2 * length * at.t) / d
         of_t = of_t if self.near is None else of_t + off / d**0.5
@@ -104,26 +118,32 @@ class _Equations:
 
     def normal(self, at: _Point) -> Float[Tensor, "b s n n"]:
         """Return Jᵀ J."""
+        # With J = M A (n × m for each start), N = J (I − P_h) Jᵀ = J Jᵀ − (J Hᵀ) (J Hᵀ)ᵀ.
         J = at.slope[:, :, None] * self.M[:, None]
         b, s, n, _ = J.shape
         H_J = torch.bmm(J.flatten(1, 2), self.H.mT).view(b * s, n, n)
         J = J.flatten(0, 1)
         N = torch.baddbmm(torch.bmm(J, J.mT), H_J, H_J.mT, alpha=-1).view(b, s, n, n)
+        # The derivative of |t|²/d − 1 by α is (2/d) t Pᵀ. The derivatives of mean t and off t do not depend on α.
         length = 2 / self.P.shape[2] * torch.bmm(at.t, self.P.mT)
         return N + torch.addcmul(self._of_all_points, length[..., None], length[:, :, None])
 
     @cached_property
     def _of_all_points(self) -> Float[Tensor, "b _ n n"]:
         """The terms of Jᵀ J that do not depend on α."""
+        # The derivative of mean t by α is the mean of each row of P.
         mean = self.P.mean(2)
         N = (mean[..., None] * mean[:, None])[:, None]
         if self.near is None:
             return N
+        # That of off t / √d is off P / √d; off P is P less its components in Q and along `base`.
         P, along = self.P - (self.P @ self.near.Q) @ self.near.Q.mT, torch.bmm(self.near.base, self.P.mT)
         return N + ((P @ P.mT)[:, None] - along[..., None] * along[:, :, None]) / self.P.shape[2]
 
     def product(self, at: _Point, p: Float[Tensor, "b s n"]) -> Float[Tensor, "b s n"]:
         """Return Jᵀ J p."""
+        # p moves W₁ u by p M and t by p P. Each part's Jacobian and its transpose follow: A (I − P_h) A for h. As no
+        # matrix of n × n is made, this costs a hundredth of `normal`.
         d, of_t = self.P.shape[2], torch.bmm(p, self.P)
         of_h = at.slope * self._outside(at.slope * torch.bmm(p, self.M))
         turned = of_t.mean(2, keepdim=True) + 4 / d * (at.t * of_t).sum(2, keepdim=True) * at.t
@@ -132,6 +152,7 @@ class _Equations:
 
     def damped(self, N: Float[Tensor, "b s n n"], share: Float[Tensor, "b s"] | float) -> Float[Tensor, "b s n n"]:
         """Return the Cholesky factors of N and a share of its mean diagonal, or one in rows of zeros."""
+        # The damping is relative to the mean diagonal; rows of padding get one, so that they have an inverse.
         diagonal, real = N.diagonal(dim1=2, dim2=3), self.real[:, None]
         mean = share * diagonal.sum(2) / real.sum(2)
         diagonal.add_(mean[..., None].where(real, 1))
@@ -158,12 +179,15 @@ def refine(
     """
     if α.dim() == 2:
         return refine(mlp, spans.take(None), α[None], steps, near and near.take(None, None), damping)[0]
+    # `done` keeps the result of every start; the other variables hold those that still move, and `places` where they
+    # belong in `done`.
     equations, done = _Equations.of(mlp, spans, α, near), α.clone()
     at = equations.at(α)
     cost = at.cost()
     λ, idle, live = torch.full_like(cost, damping), torch.zeros_like(cost), torch.ones_like(cost, dtype=torch.bool)
     places = tuple(torch.meshgrid(*(torch.arange(k, device=α.device) for k in cost.shape), indexing="ij"))
     for _ in range(steps):
+        # A Levenberg-Marquardt step solves (Jᵀ J + λ mean(diag) I) step = Jᵀ r. It is taken if it lowers the cost.
         L = equations.damped(equations.normal(at), λ)
         g = equations.gradient(at)
         step = torch.cholesky_solve(g[..., None], L)[..., 0]
@@ -171,8 +195,10 @@ def refine(
         next_at = equations.at(next_α)
         next_cost = next_at.cost()
         better = (next_cost < cost) & live  # false for nan
+        # A start ends if its steps gain too little for too long, if none can gain enough, or if its cost is rounding.
         idle = torch.where(next_cost < (1 - _LEAST_DECREASE) * cost, 0, idle + 1)
         expected = (g * step).sum(2) > _LEAST_DECREASE / 2 * cost  # the linear model gains once to twice as much
+        # Damping falls after a step that is taken, and rises after one that is not.
         α, at = torch.where(better[..., None], next_α, α), next_at.where(better, at)
         cost, λ = torch.where(better, next_cost, cost), torch.where(better, λ / 5, λ * 4)
         done[places] = α
@@ -180,6 +206,7 @@ def refine(
         counts = live.sum(1).tolist()
         if not any(counts):
             break
+        # The starts that have ended leave the batch: in each release the others come first, up to the largest number.
         if max(counts) < α.shape[1] or not all(counts):
             going = torch.tensor([i for i, count in enumerate(counts) if count], device=α.device)
             rows = going[:, None], live.int().argsort(dim=1, descending=True, stable=True)[going, : max(counts)]
@@ -195,6 +222,7 @@ def roughen(mlp: Mlp, spans: Spans) -> tuple[Mlp, Spans]:
     act(W₁ u + b₁) ∈ span{h_n} holds in any units. Which these are does not matter: units have no order.
     """
     units = max(_UNITS_PER_TOKEN * spans.u.shape[-2], _LEAST_UNITS)
+    # h restricted to some units lies in the span restricted to them, which needs a new orthonormal basis.
     if units < len(mlp.b1):
         H = torch.linalg.qr(spans.h[..., :units].mT).Q.mT * spans.real()[..., None]
         mlp = Mlp(mlp.γ, mlp.β, mlp.W1[:units], mlp.b1[:units], mlp.W2[:, :units], mlp.act)
@@ -220,11 +248,14 @@ def settle(
     """
     if α.dim() == 2:
         return settle(mlp, spans.take(None), α[None], steps, near and near.take(None, None), damping)[0]
+    # The Levenberg-Marquardt method comes first, in single precision on some of the hidden units.
     rough, coarse = roughen(mlp, spans)
     near_rough = None if near is None else near.float()
     α = refine(rough, coarse, α.float(), steps, near_rough, damping).to(α)
+    # The preconditioner is (Jᵀ J + ridge)⁻¹ at the point where that ended.
     start = _Equations.of(rough, coarse, α.float(), near_rough)
     L = start.damped(start.normal(start.at(α.float())), _FACTOR_RIDGE)
+    # Gauss-Newton steps on all units follow in double precision: Jᵀ J step = −Jᵀ r by conjugate gradients.
     equations = _Equations.of(mlp, spans, α, near)
     at, going = equations.at(α), torch.ones_like(α[:, :1, 0], dtype=torch.bool)
     for _ in range(_SETTLING_STEPS):
@@ -238,6 +269,7 @@ def settle(
         next_α = α + step[..., 0]
         next_at = equations.at(next_α)
         cost, next_cost = at.cost(), next_at.cost()
+        # A step is taken if it lowers the cost. A release goes on as long as one of its starts gains enough.
         better = (next_cost < cost) & going
         α, at = torch.where(better[..., None], next_α, α), next_at.where(better, at)
         going = (better & (next_cost < (1 - _LEAST_DECREASE) * cost)).any(1, keepdim=True)

@@ -1,4 +1,9 @@
-"""The search for tokens that attacks on the first block share: its options, and what it found."""
+"""The search for tokens that attacks on the first block share: its options, and what it found.
+
+Several attacks separate tokens in the same way. They inherit from `TokenSearch` the options, the call of `separate` for
+the gradients of the first block's MLP, and the numbers of tokens found. `mirrored` and `tokens_of` make tokens of
+public photographs, from which a search may start.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +84,7 @@ class TokenSearch(Checked):
             PrivlabWarning: if `count` is not less than the width.
         """
         G1, G2 = (seen.gradients[name][releases] for name in (FC1, FC2))
+        # Tokens are vectors in a space of width d: d or more of them span it all, and every u lies in their span.
         if count >= (d := G1.shape[2]):
             warn(
                 f"{self.name}: {count} tokens, but gradients of width {d} tell at most {d - 1} "
@@ -112,6 +118,7 @@ class TokenSearch(Checked):
 def mirrored(seen: Observation) -> Float[Tensor, "i c h w"]:
     """Return the bundled photographs that may be used, and their mirror images."""
     model = seen.model
+    # Mirrored along both axes and along each of them, every photograph counts four times.
     images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
     return torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
 

@@ -1,4 +1,10 @@
-"""The terms of token separation: the MLP of a block, the spans of its gradients' factors, what is known of tokens."""
+"""The terms of token separation: the MLP of a block, the spans of its gradients' factors, what is known of tokens.
+
+All gradients of a release are sums over its tokens, ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ. `Mlp` holds the known
+weights, which lead from u to h; `Spans` what both sums determine at once, the subspaces of the four kinds of factors;
+`Near` what position embeddings add for some tokens. Several releases are stored together, with padding for the smaller
+ones: zeros where they must change no product, NaN where a row must never count.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +43,7 @@ class Mlp:
         fc1, fc2 = mlp.fc1, mlp.fc2
         W1, W2 = fc1.weight.detach().double(), fc2.weight.detach().double()
         γ, β = norm.weight.detach().double(), norm.bias.detach().double()
+        # A layer without a bias has b₁ = 0. The bias of the second layer plays no part in its weight's gradient.
         b1 = torch.zeros_like(W1[:, 0]) if fc1.bias is None else fc1.bias.detach().double()
         return cls(γ, β, W1, b1, W2, mlp.act)
 
@@ -51,6 +58,7 @@ class Mlp:
 
     def activate(self, a: Float[Tensor, "*s m"]) -> tuple[Float[Tensor, "*s m"], Float[Tensor, "*s m"]]:
         """Return act and act′ at a = W₁ u + b₁."""
+        # The derivative of Σ_i act(a_i) by a_i is act′(a_i), so one backward pass yields all of them.
         with gradients_enabled():
             a = a.requires_grad_()
             h = self.act(a)
@@ -100,10 +108,13 @@ class Spans(NamedTuple):
             count: number of products that the gradients are sums of; fewer dimensions, if fewer singular values are
                 above `UNIT_ROUNDOFF`.
         """
+        # With G = U diag(σ) V, the rows of V₁ span the u_n and the columns of U₁ the δ_n; those of G₂ the h_n and ε_n.
         (U1, σ1, V1), (U2, σ2, V2) = factors(G1), factors(G2)
+        # Directions below rounding are left out. Both gradients sum over the same tokens, so both get the smaller rank.
         ranks = [(σ > UNIT_ROUNDOFF * σ[..., :1]).sum(-1) for σ in (σ1, σ2)]
         rank = torch.minimum(*ranks).clamp_max(count)
         n = int(rank.max())
+        # Releases of a smaller rank are filled up to n rows with zeros.
         real = torch.arange(n, device=G1.device) < rank[..., None]
         parts = (part[..., :n, :] * real[..., None] for part in (V1, U1.mT, V2, U2.mT))
         return cls(*parts, σ1[..., :n] * real)
@@ -124,6 +135,7 @@ class Spans(NamedTuple):
             G2: ∂ℓ/∂W₂ without them.
             count: number of products that are left.
         """
+        # ∂W₁ Tᵀ (m × n) and ∂W₂ Hᵀ (d × n) hold coordinates in span{u} and span{h}; their factors are turned back.
         rest = Spans.of(G1 @ self.u.mT, G2 @ self.h.mT, count)
         return rest._replace(u=rest.u @ self.u, h=rest.h @ self.h)
 
@@ -150,6 +162,7 @@ class Near(NamedTuple):
     @classmethod
     def of(cls, each: Sequence["Near | None"]) -> "Near | None":
         """Return the guesses of several releases together; None if no release has any."""
+        # A release without guesses gets empty tensors, as wide as those of a release that has some.
         if (some := next((near for near in each if near is not None), None)) is None:
             return None
         none = Near(some.u[:0], some.base[:0], some.Q[:, :0])
@@ -167,6 +180,7 @@ class Near(NamedTuple):
 
     def off(self, t: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b s d"]:
         """Return the component of each t outside its span."""
+        # The component in Q is removed, and then that along the unit vector `base`, which is orthogonal to Q.
         t = t - (t @ self.Q) @ self.Q.mT
         return t - (t * self.base).sum(-1, keepdim=True) * self.base
 
@@ -178,6 +192,7 @@ class Near(NamedTuple):
 def packed(rows: Float[Tensor, "b s d"], kept: Bool[Tensor, "b s"]) -> tuple[Float[Tensor, "b k d"], list[int]]:
     """Return the rows of each release that are kept, rows of NaN below where others have more, and their numbers."""
     counts = kept.sum(1).tolist()
+    # A stable sort puts the rows that are kept first, in their order.
     order = kept.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
     kept, order = (of[..., None].to(rows.device) for of in (kept.gather(1, order), order))
     return rows.gather(1, order.expand(-1, -1, rows.shape[2])).where(kept, torch.nan), counts
