@@ -75,14 +75,14 @@ def encode(value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401
     Raises:
         TypeError: for a value that cannot be sent.
     """
+    if isinstance(value, Enum):  # before texts: capabilities are both
+        return {"capability": value.value}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}
-    if isinstance(value, Enum):
-        return {"capability": value.value}
     if isinstance(value, tuple | list | frozenset | set):
         kind = next(name for name in ("tuple", "list", "set") if isinstance(value, _KINDS[name]))
         return {kind: [encode(each, tensors) for each in value]}
