@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -356,6 +357,27 @@ def test_an_update_is_audited_from_state_dicts_and_models(photos: Tensor, tmp_pa
         privlab.audit_update("before.pth", model, model=model)
     with pytest.raises(PrivlabError, match="timm"):
         privlab.audit_update(before, model, model=torch.nn.Linear(1, 1))
+
+
+def test_an_update_of_any_model_that_is_attacked_is_audited(photos: Tensor) -> None:
+    """Of a model that no name makes, and of another library's; the weights of the victim are replaced by BEFORE."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192}
+    config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=5, **sizes)
+    small = VisionTransformer(img_size=32, patch_size=8, embed_dim=96, depth=2, num_heads=3, num_classes=5)
+    for model in (small, transformers.ViTForImageClassification(config)):
+        before = copy.deepcopy(model.state_dict())
+        logits = model.eval()((photos[:1] - 0.5) / 0.5)
+        torch.nn.functional.cross_entropy(getattr(logits, "logits", logits), torch.tensor([3])).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+        for given in (model, privlab.victim(model)):
+            run = privlab.audit_update(
+                before, model, model=given, client=privlab.Client(lr=0.01, steps=1), normalisation="inception",
+                attacks="patch-update",
+            )  # fmt: skip
+            assert run.leaks is True
 
 
 def test_a_gradient_is_audited_with_the_model_of_its_step(photos: Tensor, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
 from privlab.threat import Client
+from privlab.victims import Victim
 from privlab.victims.layouts import choose, from_any_layout
 
 Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Any]
@@ -26,7 +27,7 @@ def audit_update(
     before: Weights,
     after: Weights,
     *,
-    model: str | nn.Module,
+    model: str | nn.Module | Victim,
     client: Client | str = "sgd",
     attacks: Part | Sequence[Part] | None = None,
     reference: str | Path | None = None,
@@ -38,7 +39,8 @@ def audit_update(
     Args:
         before: the weights that the client began with: a file, a state dict, a checkpoint that holds one, or a model.
         after: the weights that it sent.
-        model: the client's model: a name, or a model of timm.
+        model: the client's model: a name, a `Victim`, or a ViT of timm, transformers or torchvision, whose own weights
+            are replaced by `before`.
         client: how the client trained; what is not stated is fitted to the update where that can be.
         attacks: the attacks; by default all that can run.
         reference: the file of the private image, by which reconstructions are scored.
@@ -54,15 +56,17 @@ def audit_update(
         elif isinstance(before, str | Path) or isinstance(after, str | Path):
             raise PrivlabError("before and after must both be files, or both be state dicts or models.")
         else:
+            if not (isinstance(before, nn.Module) and isinstance(after, nn.Module)):  # of one library, in one layout
+                before, after = (each.state_dict() if isinstance(each, nn.Module) else each for each in (before, after))
             files = capture_update(_weights(before, "before"), _weights(after, "after"), folder)
-        work = partial(runs.audit_gradients, files, reference=_file(reference))
+        work = partial(runs.audit_gradients, files, own=_own(model), reference=_file(reference))
         return _audit(work, model, "a", attacks, out, options | {"client": client})
 
 
 def audit_gradients(
     file: str | Path,
     *,
-    model: str | nn.Module,
+    model: str | nn.Module | Victim,
     attacks: Part | Sequence[Part] | None = None,
     reference: str | Path | None = None,
     out: str | Path | None = None,
@@ -72,7 +76,8 @@ def audit_gradients(
 
     Args:
         file: what `privlab.capture` wrote.
-        model: the client's model: a name with `weights`, or a model of timm whose weights are those of the step.
+        model: the client's model: a name with `weights`, or a `Victim` or a ViT of timm, transformers or torchvision,
+            whose weights are those of the step.
         attacks: as in `audit_update`.
         reference: as in `audit_update`.
         out: as in `audit_update`.
@@ -81,11 +86,8 @@ def audit_gradients(
     Raises:
         PrivlabError: for a file that cannot be read or does not fit the model.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        if isinstance(model, nn.Module):
-            options["weights"] = _saved(model, Path(folder))
-        work = partial(runs.audit_gradients, Path(file), reference=_file(reference))
-        return _audit(work, model, "c", attacks, out, options | {"release": "gradients"})
+    work = partial(runs.audit_gradients, Path(file), own=_own(model), reference=_file(reference))
+    return _audit(work, model, "c", attacks, out, options | {"release": "gradients"})
 
 
 def audit_features(
@@ -127,33 +129,20 @@ def _file(reference: str | Path | None) -> Path | None:
     raise PrivlabError(f"reference is the file of the private image. Found {type(reference).__name__}: save it as PNG.")
 
 
+def _own(model: str | nn.Module | Victim) -> nn.Module | Victim | None:
+    return None if isinstance(model, str) else model
+
+
 def _audit(
     work: Callable[..., Run],
-    model: str | nn.Module,
+    model: str | nn.Module | Victim,
     setting: str,
     attacks: Part | Sequence[Part] | None,
     out: str | Path | None,
     options: dict[str, Any],
 ) -> Run:
     how = {name: options.pop(name) for name in ("device", "overwrite") if name in options}
-    name, own = (model, {}) if isinstance(model, str) else _named(model)
-    spec = specify(name, setting, attack=attacks, **own | options)
+    spec = specify(model if isinstance(model, str) else "own", setting, attack=attacks, **options)
     with run_directory(out) as path:
         work(spec=spec, out=path, **how)
     return kept_run(path, out)
-
-
-def _named(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Return the name by which timm makes a model, and its size; the weights come from files."""
-    config, embedding = getattr(model, "pretrained_cfg", None) or {}, getattr(model, "patch_embed", None)
-    if "architecture" not in config or embedding is None:
-        raise PrivlabError(f"model must be a name or a model of timm. Found {type(model).__name__}.")
-    return f"timm:{config['architecture']}", {"img_size": embedding.img_size[0]}
-
-
-def _saved(model: nn.Module, folder: Path) -> str:
-    from safetensors.torch import save_file
-
-    path = folder / "weights.safetensors"
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
-    return str(path)

@@ -20,7 +20,7 @@ from privlab.evaluation import CONTROL, Case
 from privlab.grids import IN_PROCESS, Engine, Experiment, GridRow, Layout, Options, columns_of, prepare, specify
 from privlab.grids.fill import fill
 from privlab.images.given import data_of, is_named
-from privlab.report.run import Run
+from privlab.report.run import TEMPORARY, Run
 from privlab.runs import execute, shown_progress
 from privlab.threat import Release
 from privlab.victims import Victim, check_plain
@@ -165,7 +165,7 @@ def _specified(arguments: dict[str, Any]) -> Case:
 @contextmanager
 def run_directory(out: str | Path | None) -> Iterator[Path]:
     """Yield the directory of a run; a temporary one is removed if the run fails."""
-    path = Path(tempfile.mkdtemp(prefix="privlab-"), "run") if out is None else Path(out)
+    path = Path(tempfile.mkdtemp(prefix=TEMPORARY), "run") if out is None else Path(out)
     try:
         yield path
     except BaseException:

@@ -12,7 +12,8 @@ from privlab.base import PrivlabError, first
 from privlab.evaluation import Case, Words, unread
 from privlab.grids import KNOWN, case_of
 from privlab.report.run import LEAKS
-from privlab.report.tables import Results, scope, to_markdown
+from privlab.report.tables import Results, Table, scope, to_markdown
+from privlab.report.tables.writers import Cell, Column, Line
 from privlab.threat import Capability, attack_declarations
 
 _NOT_QUOTED = {
@@ -82,7 +83,7 @@ def evidence_of(results: Results) -> list[Section]:
         Section("Verdict", [f"{verdict}{by}."]),
         Section("Keep it as you keep the private image", [_warning(results)]),
         Section("What was attacked", rows=_attacked(facts, case.words)),
-        Section("By which attacks, and what came back", **_came_back(results, rows, kind)),
+        Section(_CAME_BACK, **_came_back(results, rows, kind)),
         Section("What was not tried", [_NOT_TRIED], ("reason", "attacks"), _not_tried(case, tried, facts)),
         Section("Threat model", [_threat_model(kind, tried), scope(results.records)]),
         Section("Flags and warnings", weak or ["None."]),
@@ -91,6 +92,13 @@ def evidence_of(results: Results) -> list[Section]:
         Section("Clauses that it speaks to", [_NO_ASSESSMENT], ("clause", "what this page supports"), _CLAUSES),
         Section("Hashes and versions", rows=_provenance(facts)),
     ]
+
+
+def attacks_table(results: Results) -> Table:
+    """Return the table of an audit's attacks: what each proves, with its score where there is a reference."""
+    section = next(each for each in evidence_of(results) if each.title == _CAME_BACK)
+    lines = [Line([Cell(text) for text in row]) for row in section.rows]
+    return Table([Column(head) for head in section.head or ("attack",)], lines, [("", line) for line in section.lines])
 
 
 def to_markdown_text(results: Results) -> str:
@@ -144,6 +152,7 @@ def what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
     return f"{'the private images: together they give' if several else image} the released {what}"
 
 
+_CAME_BACK = "By which attacks, and what came back"
 _OF_REFUSALS = " That it does not apply is no evidence of privacy."
 _NOT_TRIED = "That an attack was not tried is no evidence of privacy."
 _NO_ASSESSMENT = "This page supports an assessment. It is none, and it finds nothing under a law or a standard."

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from privlab.evaluation import Case
 
 
+TEMPORARY = "privlab-run-"
+"""The start of the name of the folder around a run without `out`, which is removed with its object."""
+
 LEAKS = {
     True: "yes, a private image was reconstructed",
     False: "no, nothing was released",
@@ -154,7 +157,7 @@ class Run:
             results,
             [row for row in rows if (row.kind, row.attack) != again],
             remarks=(*about, *tables.apart_lines(tables.apart(results)), *tables.flag_lines(run.flags)),
-            verdicts={verdict.case: str(verdict) for verdict in run.verdicts},
+            verdicts={} if "unscored" in results.facts else {each.case: str(each) for each in run.verdicts},
         )
 
     def images(self, attack: str = "private", case: int | str = 0) -> Float[Tensor, "b c h w"]:
@@ -258,15 +261,25 @@ class Run:
                 break
         return line
 
+    def _overview(self) -> "tables.Table":
+        """Return the table of the cases; of an audit without a reference that of its attacks, which have no scores."""
+        if "unscored" not in self.results.facts:
+            return tables.overview(self.results)
+        from privlab.report.evidence import attacks_table  # it imports this module
+
+        return attacks_table(self.results)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield what a terminal shows: the verdict, a table of the cases, what weakens it, and where the images are."""
         yield Text("Verdict", style="bold")
         for line in self.verdict.splitlines():
             yield Text(_indented(printable(line), options.max_width))
-        yield tables.overview(self.results)
+        yield self._overview()
         yield Text(printable(self._weakness(options.max_width)), no_wrap=True, overflow="ignore")
         pictures = self.path / ("strips" if self._strips() else "pictures")
         where = str(pictures) if pictures.is_dir() else "none were kept"
+        if self.path.parent.name.startswith(TEMPORARY):
+            where = "kept as long as this run is in use; give out= to keep them"
         yield Text(printable(f"Pictures: {where}"), no_wrap=True, overflow="ignore")
 
     def __str__(self) -> str:
@@ -282,7 +295,7 @@ class Run:
             for file, title in self._strips().items()
         )
         verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
-        shown = tables.overview(self.results).render("html")
+        shown = self._overview().render("html")
         return f"{verdict}{shown}<p>{escape(self._weakness(500))}</p>{strips}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, collect_warnings, first, option_text, pick_device, plain_data, warn
@@ -26,7 +26,7 @@ from privlab.runs.audits import UNSCORED, Audit, Row, failed, unknown_images
 from privlab.runs.update_diagnosis import label_shares
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
-from privlab.victims import file_of
+from privlab.victims import Victim, file_of
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
@@ -36,6 +36,7 @@ def audit_gradients(
     file: Files,
     spec: Case,
     *,
+    own: nn.Module | Victim | None = None,
     device: str = "auto",
     out: Path,
     overwrite: bool = False,
@@ -55,6 +56,7 @@ def audit_gradients(
         file: what `privlab.capture` wrote; or the weights before and after a client's round, state dicts in files as
             `--weights` takes them.
         spec: the victim, the attacks, and the metrics if there is a reference.
+        own: the client's model, or a victim, in place of the one that `spec` names.
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
         overwrite: whether an earlier run in `out` is replaced.
@@ -73,7 +75,7 @@ def audit_gradients(
     messages = list[str]()
     asides = [of_lpips] if of_lpips is not None and reference is not None else []  # they are said last
     with collect_warnings(messages):
-        audited = read_audited(file, spec, pick_device(device))
+        audited = read_audited(file, spec, pick_device(device), own)
         with collect_warnings(asides):
             attacks, refused = _attacks(audited)
         if (reason := _nothing_left(audited, attacks)) is not None:

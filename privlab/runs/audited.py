@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.base import PrivlabError, option_text, warn
 from privlab.defenses import Undefended
@@ -101,13 +101,14 @@ class Audited:
         return self.labels[0] if self.labels is not None and len(self.labels) == 1 else None
 
 
-def read_audited(files: Files, spec: Case, device: torch.device) -> Audited:
+def read_audited(files: Files, spec: Case, device: torch.device, own: nn.Module | Victim | None = None) -> Audited:
     """Read and check what is audited.
 
     Args:
         files: the file of gradients, or the weights before and after where `spec` names a client.
         spec: the victim, and the client or the defense.
         device: where the victim is put.
+        own: the client's model, or a victim, in place of the one that `spec` names.
 
     Raises:
         PrivlabError: for a file that cannot be read, does not fit the victim, or contradicts itself or the client.
@@ -117,11 +118,13 @@ def read_audited(files: Files, spec: Case, device: torch.device) -> Audited:
     """
     block = "stock" if spec.victim.block == "auto" else spec.victim.block  # a client trains one model
     spec = replace(spec, victim=replace(spec.victim, block=block))
-    return _of_update(*files, spec, device) if isinstance(files, tuple) else _of_gradients(files, spec, device)
+    return (
+        _of_update(*files, spec, device, own) if isinstance(files, tuple) else _of_gradients(files, spec, device, own)
+    )
 
 
-def _of_update(before: Path, after: Path, spec: Case, device: torch.device) -> Audited:
-    audited = _read_update(before, after, spec, device)
+def _of_update(before: Path, after: Path, spec: Case, device: torch.device, own: nn.Module | Victim | None) -> Audited:
+    audited = _read_update(before, after, spec, device, own)
     seen, source, client = audited.seen, audited.source, audited.client
     noise = None if seen.defense else noise_of_update(seen)
     noisy = noise is not None and noise.is_large
@@ -158,7 +161,9 @@ def _of_update(before: Path, after: Path, spec: Case, device: torch.device) -> A
     return audited if noisy else _unexplained(audited, found, diagnosis)
 
 
-def _read_update(before: Path, after: Path, spec: Case, device: torch.device) -> Audited:
+def _read_update(
+    before: Path, after: Path, spec: Case, device: torch.device, own: nn.Module | Victim | None
+) -> Audited:
     """Read the weights before and after; the client trains what moved."""
     spec = _fed_whole(spec)
     filtered = spec.defense_name not in ("auto", "none")  # of other defenses, updates are refused
@@ -166,7 +171,7 @@ def _read_update(before: Path, after: Path, spec: Case, device: torch.device) ->
     victim, data = replace(spec.victim, weights=files[0]), replace(spec.data, images=files)
     words = replace(spec.words, release="update")
     spec = replace(spec, settings=("c" if filtered else "a",), victim=victim, data=data, words=words)
-    base = audited_victim(spec, device)
+    base = audited_victim(spec, device, own)
     client = spec.client
     assert client is not None
     weights = [name for name, tensor in own_layout(base.model).items() if tensor.is_floating_point()]
@@ -224,7 +229,7 @@ def _unexplained(audited: Audited, found: Told, diagnosis: UpdateDiagnosis | Non
             assert isinstance(spec.data.images, tuple)  # the two files
             before, after = map(Path, spec.data.images)
             spec = replace(spec, victim=replace(spec.victim, normalisation=other))
-            return _of_update(before, after, spec, seen.model.mean.device)
+            return _of_update(before, after, spec, seen.model.mean.device, audited.base)
         audited = replace(audited, unexplained=diagnosis.why_unexplained())
     if not seen.defense:
         try:
@@ -258,11 +263,11 @@ def _fed_whole(spec: Case) -> Case:
     return released_by(spec, replace(client, batch_size=batch), [*spec.words.options, f"client.batch_size={batch}"])
 
 
-def _of_gradients(file: Path, spec: Case, device: torch.device) -> Audited:
+def _of_gradients(file: Path, spec: Case, device: torch.device, own: nn.Module | Victim | None) -> Audited:
     released = read_gradient_file(file)
     words = replace(spec.words, release="gradients")
     spec = replace(spec, settings=("c",), data=replace(spec.data, images=(str(file),)), words=words)
-    base = audited_victim(spec, device)
+    base = audited_victim(spec, device, own)
     check_fit(released, base.model)
     if isinstance(spec.defense, Automatic) and not base.has_mjp:
         spec = replace(spec, defense=(Undefended(),), words=replace(spec.words, defense="none"))
@@ -274,8 +279,7 @@ def _of_gradients(file: Path, spec: Case, device: torch.device) -> Audited:
     plain = update is None and check_head(released) and not released.is_zero
     seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
     told = _told(base, seen) if plain else None
-    own = {"told": told, "changed": update is not None}
-    return Audited(spec=spec, base=base, file=released, seen=seen, **own)
+    return Audited(spec=spec, base=base, file=released, seen=seen, told=told, changed=update is not None)
 
 
 def _knows_weights(released: GradientFile, base: Victim) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.evaluation import CONTROLS, AttackGroup, Case, Record, Rows, attempt, batch_key
 from privlab.evaluation.batch import Seen
@@ -52,10 +52,23 @@ def unknown_images(name: str, released: bytes, count: int) -> Release:
     return tuple(NamedImage(names[i], hashes[i], None, place=i) for i in range(count))
 
 
-def audited_victim(spec: Case, device: torch.device) -> Victim:
-    """Return the one victim of an audit, which is the client's model; it has the stock block where none is named."""
+def audited_victim(spec: Case, device: torch.device, own: nn.Module | Victim | None = None) -> Victim:
+    """Return the one victim of an audit, which is the client's model; it has the stock block where none is named.
+
+    Args:
+        spec: names the victim, its block and its weights.
+        device: where the victim is put.
+        own: a model or a victim in place of the named one; it gets the weights that `spec` names.
+    """
     block = "stock" if spec.victim.block == "auto" else spec.victim.block
-    return victim(spec.victim.models[0], block=block, **spec.victim.options(spec.seed)).to(device)
+    options = spec.victim.options(spec.seed)
+    if own is None:
+        return victim(spec.victim.models[0], block=block, **options).to(device)
+    weights, normalisation = options["weights"], options["normalisation"]
+    made = own if isinstance(own, Victim) else victim(own, classes=options["classes"])
+    made = made if weights == "auto" else made.with_weights(Path(weights))
+    made = made if normalisation is None else made.normalised_by(normalisation)
+    return made.with_block(block).to(device)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

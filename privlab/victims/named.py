@@ -86,6 +86,22 @@ class Victim:
         model = self.model.normalised_by(*(self.model.mean.new_tensor(values).view(-1, 1, 1) for values in (mean, std)))
         return replace(self, model=model, preprocessing=replace(self.preprocessing, mean=mean, std=std))
 
+    def with_weights(self, path: Path) -> "Victim":
+        """Return this victim with the weights of a file or folder, as `weights` of `victim` takes it.
+
+        Raises:
+            PrivlabError: if the weights cannot be read, or do not fit the model.
+        """
+        state = from_any_layout(stored.read_state(path))
+        unknown = state.pop("unk_embed", None)
+        model = copy.deepcopy(self.model)
+        stored.fit(model.vit, state, path.name)
+        if model.unk_embed is not None and unknown is not None:
+            model.unk_embed.copy_(unknown.view_as(model.unk_embed))
+        held = dict(model.vit.state_dict()) | ({} if model.unk_embed is None else {"unk_embed": model.unk_embed})
+        weights = replace(self.weights, origin=f"file:{path.name}", sha256=stored.hash_of(held))
+        return replace(self, model=model, weights=weights)
+
     def to(self, device: torch.device | str) -> "Victim":
         """Return this victim on another device."""
         if self.model.mean.device == torch.device(device):

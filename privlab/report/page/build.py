@@ -53,6 +53,7 @@ def _part(name: str) -> str:
 def _context(results: Results) -> dict[str, Any]:
     """Return the variables of the template."""
     css, js = _part("page.css"), _part("page.js")
+    is_scored = "unscored" not in results.facts  # an audit without a reference has the verdict of its evidence alone
     command = results.facts.get("command") or ""
     return {
         "title": results.title,
@@ -67,12 +68,12 @@ def _context(results: Results) -> dict[str, Any]:
         "reconstructions": _reconstructions(results),
         "paper_attack": results.layout.paper_attack,
         "interval": f"{results.layout.interval:.0%}",
-        "lead": [*lead_text(results), scope(results.records)],
-        "case_verdicts": verdicts_of(Facts.of(results)),
+        "lead": [*(lead_text(results) if is_scored else []), scope(results.records)],
+        "case_verdicts": verdicts_of(Facts.of(results)) if is_scored else [],
         "lead_metric": results.lead,
         "members": apart_lines(apart(results)),
         "flags": flags(results),
-        "verdicts": [verdict(results, name) for name in results.layout.columns if sign_of(name)],
+        "verdicts": [verdict(results, name) for name in results.layout.columns if sign_of(name) and is_scored],
         "tables": _tables(results),
         "facts": json.dumps(_shorten(results.facts), indent=2, ensure_ascii=False, default=str),
         "command": command if isinstance(command, str) else shlex.join(command),
