@@ -8,13 +8,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, first
+from privlab.base import PrivlabError, first, options_of
 from privlab.evaluation import Case, Words, unread
 from privlab.grids import KNOWN, case_of
 from privlab.report.run import LEAKS
 from privlab.report.tables import Results, Table, scope, to_markdown
 from privlab.report.tables.writers import Cell, Column, Line
-from privlab.threat import Capability, attack_declarations
+from privlab.threat import Capability, Client, attack_declarations
 
 _NOT_QUOTED = {
     True: "“All updates of this client leak”, or “the image is that of this patient”: one release was attacked.",
@@ -72,8 +72,8 @@ def evidence_of(results: Results) -> list[Section]:
     proven = list(dict.fromkeys(row["attack"] for row in rows if row.get("explained") or row.get("levels_wrong") == 0))
     verdict = f"leaks: {LEAKS[leaks]}"
     by = f" ({', '.join(proven)})" if proven else ""
-    sha256 = [*facts.get("released", {}).get("sha256", {}).values()][-1:]
-    which = f" ({', '.join(f'SHA-256 {digest[:16]}…' for digest in sha256)})" if sha256 else ""
+    sha256 = [f"{digest[:16]}…" for digest in facts.get("released", {}).get("sha256", {}).values()]
+    which = f" (SHA-256 {' and '.join(sha256)})" if sha256 else ""
     quotable = (
         f"“privlab {facts['privlab']} attacked the {kind} of {facts['images']['source']}{which} by "
         f"{', '.join(tried) or 'no attack'}. Leaks: {LEAKS[leaks]}{by}.”"
@@ -155,7 +155,10 @@ def what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
 _CAME_BACK = "By which attacks, and what came back"
 _OF_REFUSALS = " That it does not apply is no evidence of privacy."
 _NOT_TRIED = "That an attack was not tried is no evidence of privacy."
-_NO_ASSESSMENT = "This page supports an assessment. It is none, and it finds nothing under a law or a standard."
+_NO_ASSESSMENT = (
+    "This page supports an assessment of these clauses. It is not an assessment itself, and states no finding under a "
+    "law or a standard."
+)
 
 
 def _warning(results: Results) -> str:
@@ -171,12 +174,14 @@ def _attacked(facts: Mapping[str, Any], words: Words) -> list[tuple[str, str]]:
     victim, released = facts["victim"], facts.get("released", {})
     channels, height, width = victim["input"]
     fitted = {name: value for row in facts.get("attacks", ()) for name, value in row.get("fitted", {}).items()}
+    usual = {*options_of(Client())} - {f"client.lr={Client.lr}", f"client.steps={Client.steps}"}
+    stated = [option for option in words.options if option not in usual]
     rows = [
         ("model", f"{victim['name']}, {channels} × {height} × {width}, patches of {victim['patch']}"),
         ("released", f"{facts['images']['source']}, images: {facts['images']['count']}"),
         ("parameters released", str(released.get("gradients", ""))),
         ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
-        ("client, as stated", "; ".join([words.client, *words.options]) if words.client is not None else ""),
+        ("client, as stated", "; ".join([words.client, *stated]) if words.client is not None else ""),
         ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
         ("defense", facts["cases"][0]["options"]["defense"]),
     ]
