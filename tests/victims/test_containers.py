@@ -230,7 +230,7 @@ ROWS = [
         *(fsdp, "accelerate merge-weights", True),
     ),
     Row(
-        *("a folder of peft with its base beside the adapters", BOTH, "the adapters are merged"),
+        *("a folder of peft with its base next to the adapters", BOTH, "the adapters are merged"),
         *(adapters, "LoRA's adapters"),
     ),
     Row("`.npz` by name", BOTH, "read", arrays(named=True)),
