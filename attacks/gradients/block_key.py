@@ -47,7 +47,7 @@ class BlockKey(Checked):
     2. All blocks of all images have their values in one order. Values of one channel and of neighbouring pixels vary
        together, in the blocks as in public photographs: `_value_orders` finds the order, up to a turn or a mirror
        image of every block, and up to the names of the channels.
-    3. Blocks stand in one order in all images, and their borders, added up over the images, put them together.
+    3. Blocks have one order in all images, and their borders, added up over the images, put them together.
     4. An image of blocks that are all turned is a turned image. Of the 8 turns and mirror images and the 6 orders of
        the channels, the one is taken in which the public model predicts most of the labels that the gradient of the
        head's bias shows, and of several the likeliest; without it, the one in which the model is surest of its classes.

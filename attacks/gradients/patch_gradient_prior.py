@@ -94,7 +94,7 @@ class Free(NamedTuple):
 class PatchGradientPrior(Checked):
     """Solve Aᵀ X = ∂ℓ/∂W as `patch-gradient` does, and find what that leaves open if N ≥ D or A is ill conditioned.
 
-    Idea: The linear system of `patch-gradient` has too few equations where the patches are as many as the channels. The
+    Idea: The linear system of `patch-gradient` has too few equations where patches are no fewer than channels. The
     attack solves what can be solved, and knows which few combinations of patches are left open. It completes these by
     the smoothest image, and then tests which whole grey levels fit.
 

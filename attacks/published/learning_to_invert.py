@@ -29,7 +29,7 @@ class LearningToInvert(PairTrained["GradientDecoder"]):
     """Train a decoder on pairs of a public image and what it releases under the defense; apply it to the release.
 
     Idea: The adversary takes the step of a client on public images, and applies the defense to the gradients with
-    draws of its own. On these pairs it trains a decoder from a release back to its image. The decoder learns what the
+    its own draws. On these pairs it trains a decoder from a release back to its image. The decoder learns what the
     defense leaves, whatever the defense is.
 
     Steps: own releases of public images → train a decoder → apply it to the release

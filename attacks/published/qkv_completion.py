@@ -34,7 +34,7 @@ class QkvCompletion(Checked):
 
     Idea: A filter cuts or drops some entries of the gradient, but the matrix of the first block's queries, keys and
     values has only as many independent rows as there are tokens. So the missing entries follow from the others. Every
-    token must lie in the span of the completed rows, which is a linear equation for each patch by itself.
+    token must lie in the span of the completed rows, which is a linear equation for each patch.
 
     Steps: keep the exact entries → complete to rank N + p → solve for each patch in the span
 

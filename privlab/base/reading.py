@@ -75,7 +75,7 @@ def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
         most: the most bytes that it may have.
 
     Raises:
-        PrivlabError: if it cannot be read, is no regular file, or is too large.
+        PrivlabError: if it cannot be read, is not a regular file, or is too large.
     """
     with open_file(path, what, most) as file:
         try:
@@ -182,7 +182,7 @@ def check_archive(path: Path, what: str) -> None:
         what: the word for it in the error.
 
     Raises:
-        PrivlabError: if it is no regular file, is damaged, or unpacks to too many bytes.
+        PrivlabError: if it is not a regular file, is damaged, or unpacks to too many bytes.
     """
     with open_file(path, what) as file:
         size = os.fstat(file.fileno()).st_size

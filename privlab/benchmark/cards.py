@@ -20,7 +20,7 @@ TEMPLATES = ("defense", "attack")
 """The kinds of entries, each of which has a template."""
 
 KEY = "model-key"
-"""What a card of the track `weights` uses: `privlab.keys`, which is no class of defense."""
+"""What a card of the track `weights` uses: `privlab.keys`, which is not a class of defense."""
 
 AGGREGATES = "local-training"
 """The track that takes secure aggregation, which is a setting of clients that train and no class of defense."""
@@ -41,7 +41,7 @@ _RELEASES = {
 class Card:
     """An entry as its card states it.
 
-    `uses` is the installed name of the class, or of a stack with "+", or what is no class of defense: a key, or secure
+    `uses` is the installed name of the class, or of a stack with "+", or what is not such a class: a key, or secure
     aggregation, whose parameter `clients` is that of the clients' settings. `plugin` is a file that holds the class.
     `reconstructions` is a folder, for an attack that is given by its images of the public half; `against` names the
     defenses that an attack was made for, by their entries. `releases` is a folder, for a defense that is given by what

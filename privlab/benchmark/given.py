@@ -31,7 +31,7 @@ from privlab.victims import Victim
 _CPU = torch.device("cpu")
 
 MANIFEST = "manifest.csv"
-"""The file in a folder that names each file of it and the SHA-256 of the photograph that it is of."""
+"""The file in a folder that names each file of it and the SHA-256 of the photograph that it shows."""
 
 
 def reconstructions(card: Card, target: Card) -> pd.DataFrame:

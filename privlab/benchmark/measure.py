@@ -30,14 +30,14 @@ KEPT = (
 """The columns of the records that a result keeps, besides those of metrics."""
 
 PUBLIC_LIMIT = 2000
-"""The most photographs that an adversary of an entry has of its own."""
+"""The most photographs that an adversary of an entry owns."""
 
 
 @dataclass(frozen=True)
 class Photographs:
     """The photographs of a submission: the parts, the folder of those that are not bundled, and foreign weights.
 
-    `public` is a folder of photographs that the adversary has of its own, such as decoders are trained on; None for the
+    `public` is a folder of photographs that the adversary owns, such as decoders are trained on; None for the
     bundled ones. Those under attack are taken out of it.
     """
 
@@ -296,7 +296,7 @@ def _runs(spec: Case, part: str) -> dict[str, tuple[list[str], list[str]]]:
     """Return the photographs of each run of a part, and those whose rows count, by the name of the run.
 
     There is one run, or two under secure aggregation, where K clients of one image each make a release. Photographs
-    that K does not divide are released with the ones before them, so that no release is of fewer clients. The rows of
+    that K does not divide are released with the ones before them, so that no release has fewer clients. The rows of
     these count where they were first.
     """
     hashes = list(photographs(part))

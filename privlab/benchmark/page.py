@@ -28,7 +28,7 @@ SCHEMA_VERSION = "0.3.0"
 """The version of Every Eval Ever's `eval.schema.json` (github.com/evaleval/every_eval_ever) that records follow."""
 
 _APART = 0.05
-"""How far, in dB, the score of a picture may be from that of its row: the run of a picture has batches of its own."""
+"""How far, in dB, the score of a picture may be from that of its row: the run of a picture has its own batches."""
 
 _PNG = "data:image/png;base64,"
 """How a picture of a result must begin: the page loads nothing."""
@@ -224,7 +224,7 @@ def pictures(
         card: that of the defense.
         judged: names the two photographs, and the case.
         records: the rows of the attacks whose pictures are kept.
-        run: returns the run directory that shows what a row is of.
+        run: returns the run directory that shows the subject of a row.
     """
     found: dict[str, dict[str, Any]] = {}
     for what, image in shown_images(judged).items():
@@ -247,7 +247,7 @@ def pictures_of(row: Standing) -> list[dict[str, Any]]:
     """Return the pictures of the median and the worst photograph of a row, from its result and those that entered.
 
     Of several pictures of a photograph the one that leaks most is taken. Where no result has one of it, the entry's own
-    picture stands in, of the photograph that was the median or the worst one before others entered (`own` is false).
+    picture is used, of the photograph that was the median or the worst one before others entered (`own` is false).
     `score` is that of the picture; `whole` is that of the photograph in the table, which the attacks `by` reach, and
     `shown` says that the picture is theirs.
     """

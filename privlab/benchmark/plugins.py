@@ -15,7 +15,7 @@ from privlab.testing.plugin_child import MODULE
 from privlab.testing.plugin_process import StandIn
 
 _SOURCE = "source.txt"
-"""The file with the source of a plug-in, beside the module that stands in for it."""
+"""The file with the source of a plug-in, next to the module that replaces it."""
 
 _MODULE_TEXT = f"""from pathlib import Path
 
@@ -24,7 +24,7 @@ from privlab.testing.plugin_process import Plugin
 plugin = Plugin(Path(__file__).with_name("{_SOURCE}").read_text("utf-8"))
 globals().update(plugin.stand_ins())
 """
-"""What is imported in place of a plug-in, here and in other processes: each starts a process of its own for it."""
+"""What is imported in place of a plug-in, here and in other processes: each starts a separate process for it."""
 
 ALLOWED = frozenset(
     {
@@ -53,7 +53,7 @@ REFUSED_PARTS = frozenset(
 def check_source(text: str, where: str) -> None:
     """Check that a source imports and names nothing that reads the clock, the network, files or other processes.
 
-    This is a lint, which says early what an entry need not do: it is no sandbox. An entry runs in a process of its own
+    This is a lint, which says early what an entry need not do: it is not a sandbox. An entry runs in a separate process
     (`privlab.testing.plugin_process`). `where` names the source in errors.
     """
     try:
@@ -99,9 +99,9 @@ def source_of_plugin(card: Card) -> str | None:
 
 @contextmanager
 def installed(card: Card, source: str | None) -> Iterator[None]:
-    """Install a class that stands in for the one that a card uses, as an entry point would, and remove it afterwards.
+    """Install a class that replaces the one that a card uses, as an entry point would, and remove it afterwards.
 
-    The source is that of a plug-in, which runs in a process of its own; with None nothing is installed.
+    The source is that of a plug-in, which runs in a separate process; with None nothing is installed.
     """
     if source is None:
         yield

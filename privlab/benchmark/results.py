@@ -98,7 +98,7 @@ class Result:
 
 
 def to_rows(records: pd.DataFrame) -> dict[str, Any]:
-    """Return records as JSON by columns: one value where all are alike, texts as codes, scores with three decimals."""
+    """Return records as JSON by columns: one value where all are equal, texts as codes, scores with three decimals."""
     columns: dict[str, Any] = {}
     for name in records.columns:
         values = [plain(value) for value in records[name].tolist()]
@@ -221,7 +221,7 @@ def read_result(path: Path) -> Result:
     """Read a result file and check its form, version and signature.
 
     Raises:
-        PrivlabError: if it cannot be read, lacks a field, is of another version, or was edited by hand.
+        PrivlabError: if it cannot be read, lacks a field, has another version, or was edited by hand.
     """
     return parse_result(read_text(path, "result"), path)
 
@@ -281,7 +281,7 @@ def _verifies(signature: Mapping[str, str], text: bytes) -> bool:
 def entries(folders: Sequence[Path] = ()) -> list[Result]:
     """Return the results of this package and of other folders, checked.
 
-    A result from elsewhere stands in for the package's own of the same entry, with a warning.
+    A result from elsewhere replaces the package's own of the same entry, with a warning.
 
     Args:
         folders: each with *.json, or with results/*.json.
@@ -306,7 +306,7 @@ def of_package() -> tuple[Result, ...]:
 
 
 def _check_replaces(before: Result, result: Result) -> None:
-    """Warn if a result stands in for the package's own; two from elsewhere are an error."""
+    """Warn if a result replaces the package's own; two from elsewhere are an error."""
     entry = f"'{result.card.name}' of the track '{result.card.track}'"
     if not before.path.is_relative_to(PACKAGE):
         raise PrivlabError(

@@ -1,7 +1,7 @@
 """The rule: the score of a defense is its worst case by image over every attack that ever entered.
 
 A defense has a rank only if some attack knows every part of it in the case that leaks most, all photographs of the
-public half were attacked, and nothing makes the entry unreliable. The score is of that case; an attack that knows the
+public half were attacked, and nothing makes the entry unreliable. The score is that of this case; an attack knowing the
 defense in another one could only raise it.
 """
 
@@ -35,7 +35,7 @@ NO_ADAPTIVE = "No adaptive attack"
 """The red flag of a case in which no attack knows the defense."""
 
 ELSEWHERE = "No adaptive attack in another case"
-"""What it is called if one does in the case that leaks most: the score, which is of that case, stands."""
+"""What it is called if one does in the case that leaks most: the score, which is that of this case, holds."""
 
 OF_ROWS = ("worst", "leakiest", "by", "images", "median", "worst_image")
 """What the rows of a result say by themselves."""
@@ -44,7 +44,7 @@ OF_CLASSES = ("known_by", "verdict", "flags", "knows")
 """What they say with what the classes of the entry declare; `knows` is of an attack on a defense."""
 
 _APART = 0.01
-"""How far two scores of the same rows may be apart."""
+"""How far two scores of the same rows may differ."""
 
 
 class Worst(TypedDict):
@@ -235,7 +235,7 @@ def _with_heads(judged: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alike(said: Any, found: Any) -> bool:  # noqa: ANN401
-    """Return whether two parts of JSON are the same; numbers, which rounding changes, may be 0.01 apart."""
+    """Return whether two parts of JSON are the same; numbers, which rounding changes, may differ by 0.01."""
     if isinstance(found, Mapping):
         same = isinstance(said, Mapping) and said.keys() == found.keys()
         return same and all(_alike(said[name], found[name]) for name in found)
@@ -255,7 +255,7 @@ UNRELIABLE = frozenset(
         *("More budget, less leakage", "One draw", "Nothing released", "Failed", "Random weights", "Untrained E_unk"),
     }
 )
-"""The red flags that make an entry unreliable. Few photographs have a reason of their own."""
+"""The red flags that make an entry unreliable. Few photographs have another reason."""
 
 FEW = "few photographs"
 """The reason of an entry that was not measured on all photographs of its track."""
@@ -394,7 +394,7 @@ def _knowing(attacks: Sequence[Result], card: Card) -> list[Result]:
 def _rows_on(name: str, attack: Result) -> pd.DataFrame:
     """Return the rows of an attack that entered against an entry.
 
-    Controls of an adversary with images of its own get its name. Under one name the mean of several controls counts.
+    Controls of an adversary with public images get its name. Under one name the mean of several controls counts.
     """
     rows = attack.rows_on(name)
     if not attack.data.get("public_sha256"):

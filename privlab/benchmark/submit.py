@@ -64,7 +64,7 @@ def submit(
 
     Args:
         card: the entry's.
-        out: the result file to write; run directories, from which a submission that was stopped goes on, lie beside it.
+        out: the result file to write; run directories, from which a stopped submission goes on, lie next to it.
         how: its photographs, and the weights of a victim that is not in the package.
         key: an ed25519 private key in PEM, to sign the result with.
         engine: where the photographs are attacked.
@@ -291,7 +291,7 @@ def check_claims(card: Card, weights: str) -> None:
 def derived_bits(parts: Sequence[Any], model: VictimModel, together: int) -> float | None:
     """Return log₂ of the number of keys of the parts, at most; None if one of another package does not declare it.
 
-    A defense of this package that declares no key has none: fresh noise and random masks are no secret that lasts.
+    A defense of this package that declares no key has none: fresh noise and random masks do not last as a secret.
 
     Args:
         parts: the defenses.

@@ -31,7 +31,7 @@ _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
 
 _PLACE = ["case", "attack", "geometry", "image_sha256"]
-"""What a row is of, besides the draw."""
+"""What a row measures, besides the draw."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
     A single attack on a single photograph may move by more: where it ends at rounding, the size of its batch counts.
 
     Raises:
-        PrivlabError: if a row is missing, fewer than `_AGREE` agree, or a mean is further apart than the tolerance.
+        PrivlabError: if a row is missing, fewer than `_AGREE` agree, or a mean is further off than the tolerance.
     """
     lead, tolerance, before = card.of.lead, card.of.tolerance_db, result.rows
     scale = (1.0 if lead == "psnr" else 100.0) * sign_of(lead)  # a share in per cent

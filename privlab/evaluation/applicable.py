@@ -93,7 +93,7 @@ def _none_runs(refused: Mapping[str, str]) -> str:
 def applicable(spec: Case, base: Victim, *, stand_ins: bool = False) -> tuple[list[AttackGroup], dict[str, str]]:
     """Return the groups of the attacks that can run on a victim, and for each other attack the reason why it cannot.
 
-    Attacks that are not named come cheapest first, in the order of the registry; the group of the dearest one is last.
+    Attacks that are not named come cheapest first, in the order of the registry; the costliest group is last.
 
     Args:
         spec: names the attacks (None: those of its release and defense that need not be named), their options, the
@@ -156,7 +156,7 @@ def unread(
     Args:
         attack: the attack or its class.
         client: the public settings, None where gradients or features are released.
-        filtered: whether a defense acts on the update, in whose units its parameters are: it is no gradient then.
+        filtered: whether a defense acts on the update, in whose units its parameters are: it is not a gradient then.
     """
     declared = attack_declarations(attack)
     if client is None or client.optimiser in (optimisers := declared.updates_of):

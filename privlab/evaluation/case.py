@@ -234,7 +234,7 @@ class Case:
 
     @property
     def together(self) -> int | None:
-        """Return how many images are released as one, and attacked as one; None where each is released by itself."""
+        """Return how many images are released as one, and attacked as one; None where each is released alone."""
         return self.release.images if self.features_released or self.release.images > 1 else None
 
     @property

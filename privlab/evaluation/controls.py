@@ -60,7 +60,7 @@ class Public:
             patch: side of a patch, in pixels.
             draws: one generator per image; it draws the order of the image's shuffled patches.
             together: whether the images are attacked as one. Then no image of the batch is used as a photograph, and
-                each has a photograph of its own beside it, as long as there are enough.
+                each has its own photograph next to it, as long as there are enough.
 
         Warns:
             PrivlabWarning: if there are too few photographs.

@@ -1,6 +1,6 @@
 """By which network a run that asks for "lpips" is scored: AlexNet where it can be had, else the SqueezeNet of privlab.
 
-The choice is made once, at the start of a run, and stands in its case and in the name of the column. A run
+The choice is made once, at the start of a run, and is part of its case and in the name of the column. A run
 that goes on keeps it.
 """
 

@@ -65,7 +65,7 @@ def known_names(kind: str) -> list[str]:
 
 
 def check_names(kind: str, names: Sequence[str]) -> None:
-    """Refuse names of a kind that `known_names` does not know; "auto" is no part of a stack of defenses.
+    """Refuse names of a kind that `known_names` does not know; "auto" is not part of a stack of defenses.
 
     Raises:
         PrivlabError: for an unknown name, with the nearest ones; for a score that is always recorded.

@@ -1,4 +1,4 @@
-"""Attacks and defenses of one's own: plain dataclasses, with defaults for what they do not declare."""
+"""Your own attacks and defenses: plain dataclasses, with defaults for what they do not declare."""
 
 import hashlib
 import inspect
@@ -85,7 +85,7 @@ def _draws(count: int, number: int) -> Sequence[Generator]:
 def source_sha256(kind: type | Callable[..., Any]) -> str:
     """Return the SHA-256 of the source text of a function, or of a class and of the classes that it inherits from.
 
-    The compiled code stands in where there is no source, as in an interactive interpreter.
+    The compiled code is used where there is no source, as in an interactive interpreter.
 
     Args:
         kind: the class or the function.

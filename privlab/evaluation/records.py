@@ -83,7 +83,7 @@ IDENTITY = (
 def exact_db(values: int) -> float:
     """Return the PSNR in dB above which every grey level of an image of so many values is right: 10 log₁₀(510² values).
 
-    An error of 1/510 in one value, half a grey level, gives a mean squared error of 1/(510² values) by itself. So above
+    An error of 1/510 in one value, half a grey level, gives a mean squared error of 1/(510² values). So above
     that PSNR, rounding to 8 bits gives the private image. Below it, rounding may give the private image too, but the
     PSNR alone cannot tell.
     """
@@ -161,7 +161,7 @@ class Rows:
         Args:
             image: the image, whose name, hash, label and membership the row states.
             setting: "a", "b" or "c"; it decides the defense that the row states.
-            name: the control, one of `CONTROLS`; it stands in the column of attacks.
+            name: the control, one of `CONTROLS`; it is in the column of attacks.
         """
         return self._stated(setting, name) | self._image(image) | {"geometry": GEOMETRIES[0]}
 
@@ -200,7 +200,7 @@ class Rows:
         return self._stated(setting, attack.name, block, json.dumps(options_stated(attack)))
 
     def _params(self, setting: str) -> dict[str, Any]:
-        """Return the options of the defenses; where gradients are of one image, the jigsaw's `per` is left out.
+        """Return the options of the defenses; where each gradient has one image, the jigsaw's `per` is left out.
 
         It has no effect there, and these cells keep the keys that they had before there was a choice.
         """

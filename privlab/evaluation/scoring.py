@@ -232,7 +232,7 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
 
     MJP replaces the position embeddings of the slots that it shuffles, so these embeddings get no gradient (MJP, Eq.
     4). That shows in the gradient of one image, and in that of several images with a common mask (`per` batch). It does
-    not show under the jigsaw alone, nor where images have masks of their own, over which their gradient sums.
+    not show under the jigsaw alone, nor where images have different masks, over which their gradient sums.
     """
     read = set(PatchGradientAdaptive.parameters) <= seen.gradients.keys()
     hidden = effects_of(seen.model, seen.defense).patches == "masked"
@@ -247,9 +247,9 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
     None too where the attacks read the head alone, which many images explain, where a defense of images made draws that
     nobody can repeat, and where filters leave no entry exact.
 
-    The adversary can compute it: it takes public settings, and the label that the update tells. Of a mean of several
+    The adversary can compute it: it takes public settings, and the label that the update shows. Of a mean of several
     clients, and where the head's bias is not released, the classes are tried whose logits of an image rise most
-    (`labels_that_rise`), of a mean of K beside the K whose biases moved most as those of labels. The largest share
+    (`labels_that_rise`), of a mean of K also the K whose biases moved most as those of labels. The largest share
     counts.
 
     Args:

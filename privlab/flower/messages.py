@@ -69,7 +69,7 @@ def record(before: Message, after: Message, folder: Path, round_: int | None, no
         before: what the server sent.
         after: what the client returns.
         folder: the folder of all records.
-        round_: the number of the round; of a message that states none, the message's id stands in its place.
+        round_: the number of the round; of a message that states none, the message's id replaces it.
         node: Flower's number of the client.
     """
     place = folder / (f"message-{before.metadata.message_id}" if round_ is None else f"round-{round_}") / f"node-{node}"
@@ -81,7 +81,7 @@ def record(before: Message, after: Message, folder: Path, round_: int | None, no
 
 
 def refusal(message: Message, reason: str) -> Message:
-    """Return the reply that stands in the place of an update: an error, as Flower's own mods send it.
+    """Return the reply that replaces an update: an error, as Flower's own mods send it.
 
     Args:
         message: what the server sent.

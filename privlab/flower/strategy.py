@@ -41,7 +41,7 @@ class RecordingStrategy(Strategy):
         Args:
             server_round: the number of the round, from 1.
             arrays: the weights of the server.
-            config: what the clients are told besides.
+            config: what else the clients get.
             grid: the nodes of the federation.
         """
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
@@ -69,7 +69,7 @@ class RecordingStrategy(Strategy):
         Args:
             server_round: the number of the round, from 1.
             arrays: the weights of the server.
-            config: what the clients are told besides.
+            config: what else the clients get.
             grid: the nodes of the federation.
         """
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)

@@ -20,7 +20,7 @@ Part = Any
 """An attack or a defense: its name, or an instance of its class."""
 
 OPTIONS: dict[str, Field[Any]] = {f.name: f for kind in (Case, Adversary, Choice, Victims, Words) for f in fields(kind)}
-"""The fields that names can set, by the names of the options. The attacks and what is made of words are no options."""
+"""The fields that names can set, by the names of the options. The attacks and what is made of words are not options."""
 for _name in ("victim", "data", "adversary", "words", "attacks", "models", "own_loss"):
     del OPTIONS[_name]
 

@@ -39,7 +39,7 @@ from privlab.victims import Victim
 class Options:
     """Options that change the speed of a run, or what it keeps, but none of its results.
 
-    Without an `engine` there are as many processes as this one has threads, and no more than tasks. `chunk` is the
+    Without an `engine` the number of processes is that of threads, and no more than tasks. `chunk` is the
     number of images of a task. PNGs are kept of the first `pictures` images, and strips of the first `strips`. `keep`
     says whether reconstructions are kept, so that metrics that are added later can be scored. `share` is (I, N): this
     machine runs the I-th of N shares of the images or of the clients' batches. `overwrite` says whether an earlier run

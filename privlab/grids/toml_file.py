@@ -52,7 +52,7 @@ class TomlFile:
     """The data of a TOML file, with the place of each key by its table, the number of that table, and the key.
 
     The place is the line, or the option --set that put the key there. A table itself has the key "". `right` says what
-    the values of each table must be, by key; "" is the table of what stands in no other.
+    the values of each table must be, by key; "" is the table of what is in no other.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class TomlFile:
     def parse(
         cls, path: Path, text: str, right: Mapping[str, Mapping[str, str]], overrides: Sequence[str] = ()
     ) -> "TomlFile":
-        """Check what stands in no table of a text in TOML, and return its data.
+        """Check what is in no table of a text in TOML, and return its data.
 
         Args:
             path: the file that holds the text.
@@ -110,7 +110,7 @@ class TomlFile:
 
         Args:
             message: what is wrong.
-            table: the table of the key; "" for what stands in no table.
+            table: the table of the key; "" for what is in no table.
             number: which of the tables of that name, from 0.
             key: the key; "" for the table itself.
         """

@@ -1,4 +1,4 @@
-"""Opens image sources, decodes and preprocesses images, and tells the public ones from the private."""
+"""Opens image sources, decodes and preprocesses images, and separates the public ones from the private."""
 
 import lazy_loader
 

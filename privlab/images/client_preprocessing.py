@@ -37,7 +37,7 @@ def nearest(
 
     Args:
         pixels: the image before any preprocessing.
-        cut: the preprocessing of the victim: its size is that of the input, its crop is tried beside the usual ones.
+        cut: the preprocessing of the victim: its size is that of the input, its crop is tried with the usual ones.
         fed: what the client fed, in [0, 1], or a reconstruction that gives the released gradient.
     """
     tried = [*usual(pixels, cut)]

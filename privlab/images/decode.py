@@ -186,7 +186,7 @@ def check_bit_depth(bit_depth: int | None) -> None:
     """Check the number of bits that levels use.
 
     Raises:
-        PrivlabError: if it is no integer in 1 … 16.
+        PrivlabError: if it is not an integer in 1 … 16.
     """
     if bit_depth is not None and (type(bit_depth) is not int or not 1 <= bit_depth <= 16):
         raise PrivlabError(f"bit_depth must be an integer from 1 to 16, as 12 for 12-bit levels. Found {bit_depth!r}.")
@@ -196,7 +196,7 @@ def warn_if_dark(bit_depth: int | None) -> Callable[[NamedImage], NamedImage]:
     """Return a function that returns each image as it is, and warns of the first one whose levels look misread.
 
     Its levels of 16 bits do not reach a quarter of their range, as those of fewer bits do that were not scaled. There
-    is no warning where `bit_depth` states the levels.
+    is not a warning where `bit_depth` states the levels.
     """
     seen: list[str] = []
 
@@ -222,7 +222,7 @@ def one_line(error: BaseException) -> str:
 
 
 def as_text(name: str) -> str:
-    """Return an image's name as text that can be written; what is no text in a file's name is escaped."""
+    """Return an image's name as text that can be written; what is not text in a file's name is escaped."""
     return name.encode(errors="backslashreplace").decode()
 
 

@@ -62,7 +62,7 @@ def facts_html(heading: str, facts: Mapping[str, object]) -> str:
     """Return facts with their names as a table for a notebook.
 
     Args:
-        heading: what the facts are of.
+        heading: what the facts describe.
         facts: anything with a text, by name; None is left out.
     """
     style = 'style="text-align:left"'

@@ -33,7 +33,7 @@ def is_npy(data: bytes) -> bool:
 
 
 def count_slices(path: Path) -> int | None:
-    """Return how many images a file holds; None for a file that is no volume.
+    """Return how many images a file holds; None for a file that is not a volume.
 
     Raises:
         PrivlabError: if its header claims more than it holds, or the extra is missing.

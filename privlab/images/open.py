@@ -62,7 +62,7 @@ def open_images(
         PrivlabError: if there is nothing to open, or an option does not fit the source or another option.
 
     Warns:
-        PrivlabWarning: if a folder beside class folders holds no image; when images are read, if one has levels of 16
+        PrivlabWarning: if a folder next to class folders holds no image; when images are read, if one has levels of 16
             bits that do not reach a quarter of their range, and no `bit_depth` is given.
     """
     check_choice(limit, every, offset, manifest)
@@ -141,7 +141,7 @@ def _folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | N
 class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
-    `size` is (h, w). `mean` and `std` are kept for the victim, which normalises by itself; they have one entry for each
+    `size` is (h, w). `mean` and `std` are kept for the victim, which normalises them; they have one entry for each
     channel: grey (PIL's luma), red and green, red, green and blue, or these and the luma, as a stand-in for each band
     that photographs do not have.
 

@@ -110,7 +110,7 @@ def apart_from(
 ) -> list[tuple[str, ...] | None]:
     """Return, for each private image, the names of the bundled photographs that are crops of other files than it is.
 
-    None stands for an image that is no bundled photograph: all may be learned from. Crops and whole files are
+    None stands for an image that is not a bundled photograph: all may be learned from. Crops and whole files are
     recognised by their hash, or by their pixels after `preprocessing` (`twins`); crops of another kind are not.
 
     Args:

@@ -156,7 +156,7 @@ def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, in
             which none is chosen.
 
     Warns:
-        PrivlabWarning: if a folder beside the class folders holds no image: it is no class, and takes no label.
+        PrivlabWarning: if a folder next to the class folders holds no image: it is not a class, and takes no label.
     """
     base = root if split is None else root / split
     if not base.is_dir():
@@ -188,7 +188,7 @@ def _folders(base: Path) -> tuple[str, ...]:
 
 
 def _is_of_a_tool(name: str) -> bool:
-    """Return whether a file or folder is not the user's: hidden, or made beside the data by a system or a tool."""
+    """Return whether a file or folder is not the user's: hidden, or made next to the data by a system or a tool."""
     return name.startswith(".") or name in _OF_TOOLS
 
 

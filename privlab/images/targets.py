@@ -91,7 +91,7 @@ def checked_targets(
         labels: as `target_of` takes each one; None for an image without a label.
         count: the number of images; None for as many as there are labels.
         what: what the labels are, for the errors.
-        strict: whether what is no label is an error; in data sets it is often a −1, and only wrong shares are an error.
+        strict: whether something else is an error; in data sets it is often a −1, and only wrong shares are an error.
         numbers: whether labels are numeric targets, a number or a row of numbers each.
 
     Raises:
@@ -121,7 +121,7 @@ def _numeric(labels: Any, what: str) -> list[Target]:  # noqa: ANN401
 
 
 def _is_of_shares(row: object) -> bool:
-    """Return whether a label is a list with a number that is no class."""
+    """Return whether a label is a list with a number that is not a class."""
     return isinstance(row, list | tuple) and any(isinstance(share, float) and (share % 1 or share < 0) for share in row)
 
 

@@ -67,7 +67,7 @@ class RecordFilter(_UpdateFilter):
     so on. An update that cannot be recorded is one line in NVFlare's log.
 
     Args:
-        folder: absolute path of the folder on the client's machine: NVFlare works in folders of its own.
+        folder: absolute path of the folder on the client's machine: NVFlare works in its own folders.
     """
 
     def __init__(self, folder: str) -> None:

@@ -46,7 +46,7 @@ def assemble(
     Descent: pieces in the slots of one colour of the chessboard do not touch, so their best arrangement given the
     others is an assignment. Swaps of any two pieces follow and, if no slot is known, the best cyclic shift.
     Rounds: of the pieces that are each other's best neighbours, one connected fragment without a random rectangle
-    stays; the rest is grown anew, and the cheaper arrangement is kept. With `places` and without anchors, the search
+    stays; the rest is grown again, and the cheaper arrangement is kept. With `places` and without anchors, the search
     also runs without `places`.
     Standing pieces: if some seem to be in their own slots, most pieces have probably stayed there. The search then has
     two starts, the arrangement as it is and the growth around these pieces, and goes on from the cheaper one. Each
@@ -57,12 +57,12 @@ def assemble(
 
     Args:
         costs: [0, i, j] is the cost of piece j to the right of piece i, [1, i, j] below it; costs of several images
-            cut alike may be added up.
+            cut in the same way may be added up.
         grid: (h, w) with h · w = n.
         anchors: marks, of all n, each piece i that is known to belong in slot i.
         standing: marks, of all n, each piece i that seems to belong in slot i, as `standing_slots` does; it is read
             only if there are no anchors.
-        places: [s, j] is the cost of piece j in slot s by itself, such as −log of a predictor's probability.
+        places: [s, j] is the cost of piece j in slot s alone, such as −log of a predictor's probability.
         rounds: rounds of re-growth after the first.
         seed: seed of the random choices of these rounds.
 
@@ -139,7 +139,7 @@ def _room(board: _Board) -> _Board:
 
 
 def _others(costs: Float[np.ndarray, "4 n n"]) -> Float[np.ndarray, "4 n n"]:
-    """Return the costs with infinity for a piece beside itself."""
+    """Return the costs with infinity for a piece next to itself."""
     return np.where(np.eye(costs.shape[1], dtype=bool), np.inf, costs)
 
 
@@ -232,7 +232,7 @@ def _swap(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Order
 
 
 def _touching(board: _Board, order: Orders) -> Float[np.ndarray, "slots slots"]:
-    """Return the part of a swap's change that is missed if the two slots touch: each piece is then beside the other."""
+    """Return the part of a swap's change that is missed if the two slots touch: the pieces are neighbours then."""
     missed = np.zeros((len(order), len(order)))
     for costs, beside in zip(board.costs[::2], board.beside[::2], strict=True):
         a, b = np.flatnonzero(beside >= 0), beside[beside >= 0]

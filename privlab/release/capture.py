@@ -153,7 +153,7 @@ def numbered(folder: Path) -> Iterator[Path]:
 
 
 def check_trained(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: tuple[str, str]) -> None:
-    """Check that two states are of one model, finite, and not the same.
+    """Check that two states belong to one model, finite, and not the same.
 
     Args:
         before: the weights before the training, by name.

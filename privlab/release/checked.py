@@ -1,4 +1,4 @@
-"""Images and labels of one's own, checked before a client trains on them: converted where one reading is possible."""
+"""Your own images and labels, checked before a client trains on them: converted where one reading is possible."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -82,7 +82,7 @@ def labels_for(model: VictimModel, given: Labels, count: int) -> Int[Tensor, " b
         count: b, the number of images.
 
     Raises:
-        PrivlabError: if there is no image, or the labels are no integers and no probabilities, not as many as the
+        PrivlabError: if there is no image, or the labels are neither integers nor probabilities, not as many as the
             images, or out of range.
     """
     if not count:

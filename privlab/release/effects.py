@@ -1,7 +1,7 @@
 """The effects of defenses, whatever their names: as they declare them, or measured on the adversary's own images.
 
-A defense's algorithm is public, so the adversary runs it under draws of its own. It looks where rows, columns and
-patches went, and how far two releases of one image are apart.
+A defense's algorithm is public, so the adversary runs it under its own draws. It looks where rows, columns and
+patches went, and how far two releases of one image differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ ROUNDING_ERROR = 1e-3  # the relative error of a release, beyond its noise, abov
 ORDER: dict[RowOrder, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 
 _TEXTURED = [0, 2]
-"""The images of `_images` in which no two patches are alike, so that a patch is found wherever it went."""
+"""The images of `_images` in which no two patches are equal, so that a patch is found wherever it went."""
 
 _MEASURED: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
 """The measured effects of each defense, for each victim in memory."""
@@ -150,7 +150,7 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) ->
     Args:
         model: the victim on which the defense is measured.
         part: the defense, with its options.
-        chance: the factor, at least 1, that declared and measured variance of a noise may be apart by chance.
+        chance: the factor, at least 1, that declared and measured variance of a noise may differ by chance.
 
     Raises:
         PrivlabError: if the defense does not run.
@@ -233,7 +233,7 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
 
 
 def _furthest(*rows: RowOrder) -> RowOrder:
-    """Return where rows have gone furthest."""
+    """Return where rows have gone farthest."""
     return max(rows, key=lambda each: ORDER[each])
 
 
@@ -274,7 +274,7 @@ def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
 def _images(model: VictimModel) -> Float[Tensor, "4 c h w"]:
     """Return images of the adversary's own: noise, a gradient, patches of one colour each, and grey.
 
-    No two are alike, for what a defense does may depend on what it is given.
+    No two are equal, for what a defense does may depend on what it is given.
     """
     c, h, w = model.image_shape
     seed = Generator().manual_seed(0)

@@ -73,7 +73,7 @@ def residual(
     """Return how far images are from giving what was released, G: the largest of three numbers, 0 for the client's own.
 
     1. ‖Ĝ − G‖ / ‖G‖ over all parameters but the head's. A small head scales down the gradients of all others, and its
-       own, the whole norm then, says only that features are equal, which they are of many images.
+       own, the whole norm then, says only that features are equal, which many images share.
     2. The same of the patch projection's weight alone, whose gradient Aᵀ X holds the pixels.
     3. Half the distance in pixels that this gradient still asks for (`_missing_pixels`): a model with random weights
        is nearly linear, and then A changes little from image to image, so that errors in directions where A is small
@@ -81,7 +81,7 @@ def residual(
 
     Of an update, G is what the gradients alone moved, −(θ_T − θ_0) − (1 − c) θ_0 with the public share c that decay
     keeps, and Ĝ what they move where the client is run again on these images with its public settings, in the number
-    format of its weights. Dropout is drawn anew, so that it stays unexplained. Where the training diverges the residual
+    format of its weights. Dropout is drawn again, and stays unexplained. Where the training diverges the residual
     is infinite, and so it is where nothing was released of what the images move, or little more than rounding.
 
     Behind filters both are compared on the entries that these leave exact, and the client's are scaled by the factor s
@@ -149,7 +149,7 @@ def residual_of_clients(seen: Observation, images: Float[Tensor, "k c h w"], lab
 
     Of the labels of an image, that one counts whose update leaves the least of what the images before it leave. Any
     choice of labels that explains the release will do, so the adversary need not try all combinations. Which client an
-    image is of does not matter either.
+    image belongs to does not matter either.
 
     Args:
         seen: the observation of one release without filters, with the settings of its clients.
@@ -224,7 +224,7 @@ def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[T
     (`_targets_at`), cross-entropy for a gradient: an image of smoothed, mixed or several labels has these.
 
     Several steps on one image with a constant y move the bias by Σ_s a_s h_s(y): the client is run again, and y takes
-    the difference. What is no probability is cut off, and what explains nothing then stays unexplained.
+    the difference. What is not a probability is cut off, and what explains nothing then stays unexplained.
 
     Args:
         seen: as in `logit_gradients`; of a client that does not clip.
@@ -391,7 +391,7 @@ def _missing_pixels(
 
     It is that of (Aᵀ)⁺ (G − Aᵀ X̂). A singular vector of A counts where rounding cannot put as much there. Of one image
     A is what was released of the position embeddings. Of several images, and where these embeddings are not trained or
-    not fed, A is that of X̂ at the first step (`token_gradients`), and G − Ĝ stands in the place of G − Aᵀ X̂. Of other
+    not fed, A is that of X̂ at the first step (`token_gradients`), and G − Ĝ replaces G − Aᵀ X̂. Of other
     optimisers than SGD and under clipping A is not known, and 0 is returned.
     """
     model, client = seen.model, seen.client

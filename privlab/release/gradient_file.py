@@ -23,7 +23,7 @@ from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel, from_any_layout, misfits
 
 HEAD_BIAS = "head.bias"
-"""The gradient that tells labels, batch size and reduction."""
+"""The gradient that shows labels, batch size and reduction."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, torch.float64, *_HALVES)
@@ -79,7 +79,7 @@ def read_gradient_file(path: Path) -> GradientFile:
 
     Raises:
         PrivlabError: if the file is missing, truncated, no safetensors, of another format or version, if its metadata
-            are missing or out of range, or its entries are no floating-point numbers.
+            are missing or out of range, or its entries are not floating-point numbers.
 
     Warns:
         PrivlabWarning: for entries in half precision, with what that costs.
@@ -168,7 +168,7 @@ def check_head(released: GradientFile) -> bool:
         PrivlabError: if these hold for no B images under the stated reduction.
 
     Warns:
-        PrivlabWarning: where the head tells nothing: there is no gradient of it, or it is not that of a cross-entropy.
+        PrivlabWarning: where the head shows nothing: there is no gradient of it, or it is not that of a cross-entropy.
     """
     mean, size = head_of(released), released.batch_size
     if mean is None:
@@ -260,7 +260,7 @@ def _content(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _names(text: str) -> frozenset[str] | None:
-    """Return the names in a JSON list; None if the text is no such list."""
+    """Return the names in a JSON list; None if the text is not such a list."""
     try:
         names = parse_json(text, "the list")
     except PrivlabError:
@@ -347,10 +347,10 @@ def decay_of(gradients: Mapping[str, Tensor], head: nn.Linear) -> float | None:
 
 
 def sgd_rate(gradients: Mapping[str, Tensor], head: nn.Linear, decay: float = 0.0) -> float | None:
-    """Return η of a file of −η G + λθ of one image under cross-entropy, by its head; None where it is no such file.
+    """Return η of a file of −η G + λθ of one image under cross-entropy, by its head; None where it is not such a file.
 
     ∂ℓ/∂W_head = h fᵀ gives the features f up to their scale s by the rows and ∂ℓ/∂b_head = h gives that; then h = p − y
-    for the probabilities p that the head's own weights make of f, and its sign is told. A rate above 1 counts as no
+    for the probabilities p that the head's own weights make of f, and its sign is known. A rate above 1 counts as no
     such file.
 
     Args:

@@ -29,7 +29,7 @@ _MOST_IMAGES, _MOST_TOGETHER = 32, 128
 
 _DEVIATIONS, _MOST_LEFT = 5.0, 10.0
 """How many of their standard deviations the errors of an entry may have, and those of all entries of G together: the
-rounding of a whole batch's gradient is no sum of independent errors."""
+rounding of a whole batch's gradient is not a sum of independent errors."""
 
 _TOLERANCE, _MOST_TOLERANCE = 1e-3, 0.02
 """‖r − its projection onto the columns of G‖ / ‖r‖ below which an image counts as found; rounding leaves 1e-5. Errors
@@ -88,7 +88,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class HeadImages:
-    """The images of a batch that the head's gradient tells apart: label, r = ∂ℓ/∂logits, and the features f it read."""
+    """The images of a batch that the head's gradient separates: label, r = ∂ℓ/∂logits, and the features f it read."""
 
     labels: Int[Tensor, " m"]
     r: Float[Tensor, "m y"]
@@ -109,7 +109,7 @@ class HeadImages:
 
 
 def told_images(head: nn.Linear, gradients: Mapping[str, Tensor], batch_size: int) -> HeadImages:
-    """Return the images of a batch that the head's gradient tells apart, in the order of their labels.
+    """Return the images of a batch that the head's gradient separates, in the order of their labels.
 
     Args:
         head: the model's classifier, with the weights of that step.

@@ -1,11 +1,11 @@
-"""The labels that the gradient of the head, or its update, gives away; or the gradients of other layers, of an image.
+"""The labels that the gradient of the head, or its update, reveals; or the gradients of other layers, of an image.
 
 B images whose losses are summed release h_c = Σᵢ pᵢc − n_c for class c in the gradient of the head's bias, with pᵢc ∈
 (0, 1) the probability that the model gives class c for image i, and n_c the number of images of that class. The mean of
 the losses releases h / B.
 
-The labels of a batch from the gradients of the whole head are exact where its images are told apart (`head_images`).
-What no image and no sign tells is estimated as in Ma et al. (ICLR 2023, Instance-wise Batch Label Restoration via
+The labels of a batch from the gradients of the whole head are exact where its images are separated (`head_images`).
+What no image and no sign shows is estimated as in Ma et al. (ICLR 2023, Instance-wise Batch Label Restoration via
 Gradients).
 """
 
@@ -67,7 +67,7 @@ _BFLOAT16_ROUNDING = 2.0**-8
 class Told:
     """The labels of a batch in ascending order, those of them that are certain, and what shows them.
 
-    They are as many as it has images; of an update of several steps they are the classes that the head shows. A label
+    Their number is that of its images; of an update of several steps they are the classes that the head shows. A label
     is certain if the bias proves it, or an image that was found does (`beyond_chance`). `remark` says what is odd.
     """
 
@@ -83,10 +83,10 @@ class Told:
 
 
 def told_labels(head: nn.Module, gradients: Mapping[str, Tensor], batch_size: int) -> Told | None:
-    """Return the labels that a gradient of a batch's mean loss tells; None where that of the head's bias is not given.
+    """Return the labels that a gradient of a batch's mean loss shows; None where that of the head's bias is not given.
 
     Softmax gives no class a negative probability, and rounding changes no sign, so that a negative entry of the bias
-    tells a label even where its image is not found.
+    shows a label even where its image is not found.
 
     Args:
         head: the model's classifier, a linear layer, with the weights of that step.
@@ -175,7 +175,7 @@ def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> 
     n_c equal terms that are not zero, and zeros, which are added without an error. Each term is rounded once, so are
     n_c − 1 of the sums and the result, and each rounding multiplies by 1 + u at most: −h_c ≤ n_c (1 + u)^(n_c + 1).
     This grows with n_c, so that n_c is at least the n above. Which precision a client computed in cannot be read from a
-    file of float32, so u is that of bfloat16. The gradient is of the sum of the losses, B times that of their mean.
+    file of float32, so u is that of bfloat16. The gradient is that of the losses' sum, B times that of their mean.
 
     Raises:
         PrivlabError: if the batch size is below 1, or the gradient is not finite.
@@ -194,7 +194,7 @@ def labels_that_rise(model: VictimModel, update: Update, image: Float[Tensor, "1
     """Return the three classes whose logit of an image rises most along an update, the most first.
 
     A step along u = Jᵀ(p − y) moves the logits by −J Jᵀ (p − y), which is largest at the label y where classes disturb
-    each other less than themselves. So what is released of all layers but the head tells the label too, given the
+    each other less than themselves. So what is released of all layers but the head shows the label too, given the
     image.
 
     Args:
@@ -226,7 +226,7 @@ def labels_of_update(seen: Observation) -> Told:
     the probability Σ_{i ≤ k} C(C, i) 2^−C; and of one image ∂ℓ/∂W = δ fᵀ with δ = ∂ℓ/∂b, so that the C signs of a
     column are those of δ, or all the others, which noise has with the probability 2^(1 − C) in each of the D columns.
 
-    None is told if the head's bias is not there, or the client's loss has no labels.
+    None is known if the head's bias is not there, or the client's loss has no labels.
     """
     client, B, rises = seen.client, seen.images_per_release, _rises(seen)
     if client is None or rises is None:
@@ -261,7 +261,7 @@ def labels_of_update(seen: Observation) -> Told:
 
 
 def label_of_update(seen: Observation) -> int | None:
-    """Return the class that the update of a client of one image tells; None where its head's bias tells none.
+    """Return the class that the update of a client of one image shows; None where its head's bias shows none.
 
     Nor does the softmax of one class, which is 1.
 

@@ -114,7 +114,7 @@ def update_on(
 ) -> dict[str, Float[Tensor, "..."]]:
     """Return −(θ_T − θ_0) of a client that trains on these images: what reconstructions would make of its settings.
 
-    Several images make one batch in each step. Dropout is drawn anew.
+    Several images make one batch in each step. Dropout is drawn again.
 
     Args:
         model: the server's model with θ_0; it is left as it is.
@@ -274,7 +274,7 @@ def as_gradients(seen: Observation) -> Observation:
     """Return the observation of gradients that updates of one step of SGD are but for a factor.
 
     Raises:
-        PrivlabError: if the client has no `gradient_factor`, so that the updates are no gradients.
+        PrivlabError: if the client has no `gradient_factor`, so that the updates are not gradients.
     """
     client = seen.client
     if client is None or (factor := client.gradient_factor) is None:

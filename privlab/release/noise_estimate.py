@@ -51,7 +51,7 @@ class _Law:
 def noise_of_update(seen: Observation) -> Noise | None:
     """Return the noise of a client's update, as sums that cancel in any training show it; None where there is none.
 
-    1. The class token and its position embedding are added up, so they have one gradient, and move alike by any
+    1. The class token and its position embedding are added up, so they have one gradient, and move equally by any
        optimiser that treats entries one by one.
     2. The position embeddings of the patches and the projection's bias are added up too: Σ_n ∂ℓ/∂e_n = ∂ℓ/∂b.
     3. A key's bias adds one number to all logits of a query, so softmax gives it no gradient.

@@ -48,7 +48,7 @@ class Recorder:
 
     Args:
         folder: folder of the recording; made if it is not there.
-        facts: facts about the server, which stand in every `session.json`.
+        facts: facts about the server, which are in every `session.json`.
         on_stop: called with the reason why nothing more is recorded.
 
     Raises:

@@ -69,13 +69,13 @@ def observe(
         parameters: the names of the gradients that the attacks read.
         defense: the defenses at work, all of them public; those on gradients act here, one after the other.
         draws: the secret generator of each release, for them.
-        images_per_release: B, the images whose mean loss one gradient is of: the first B are the first release.
+        images_per_release: B, the images of whose mean loss one gradient is made: the first B are the first release.
         public: m × c × h × w images of the adversary's own, as `feed` takes them; None if it has none.
 
     Raises:
         PrivlabError: as in `released_gradients`; under `torch.inference_mode`; if the defense withholds every
             parameter; if images have another size or type than the model's input, or values that are not finite or
-            outside [0, 1]; if the labels are no class indices of the model, or not as many as the images.
+            outside [0, 1]; if the labels are not class indices of the model, or not as many as the images.
     """
     check_names(parameters)
     model = model_of(model)

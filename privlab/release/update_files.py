@@ -39,7 +39,7 @@ def update_between(
         weights: timm's names of the weights of the client's model.
 
     Raises:
-        PrivlabError: if the two are of different models, hold NaN, infinity or integers instead of weights, or are the
+        PrivlabError: if the models differ, if weights are NaN, infinite or integers, or if the two are the
             same.
 
     Warns:
@@ -101,7 +101,7 @@ def update_observation(
         defense: the filters that the client is known to use: the file holds what they released.
 
     Raises:
-        PrivlabError: if the update is of another model, or of parameters that this model does not train.
+        PrivlabError: if the update belongs to another model, or of parameters that this model does not train.
 
     Warns:
         PrivlabWarning: if not all parameters moved, or others than stated.

@@ -105,7 +105,7 @@ def to_markdown_text(results: Results) -> str:
     """Return the evidence of an audit as Markdown, without pictures.
 
     Raises:
-        PrivlabError: if the run is no audit.
+        PrivlabError: if the run is not an audit.
     """
     if not (sections := evidence_of(results)):
         raise PrivlabError(f"'{results.path}' is no audit. The evidence is of what `privlab audit` wrote.")
@@ -125,7 +125,7 @@ def pictures_of(results: Results) -> list[tuple[str, Path]]:
 
 
 def _made(row: Mapping[str, Any]) -> bool:
-    """Return whether an attack made a row of an audit; the others are of controls."""
+    """Return whether an attack made a row of an audit; the others belong to controls."""
     return not row["attack"].startswith("control:")
 
 

@@ -217,7 +217,7 @@ class Run:
         """Return what an audit is evidence of as Markdown, and write it if there is a path; it has no pictures.
 
         Raises:
-            PrivlabError: if the run is no audit.
+            PrivlabError: if the run is not an audit.
         """
         from privlab.report.evidence import to_markdown_text
 

@@ -49,7 +49,7 @@ def looks_like_adam(seen: Observation) -> float | None:
 def check_adam(seen: Observation, label: int | None, source: str) -> None:
     """Refuse a learning rate or a decay at which a fresh state of Adam or AdamW cannot make this update.
 
-    Whatever the gradients, a weight moves by η Σ_t r_t at most (`largest_step`), beside what AdamW's decay takes of it,
+    Whatever the gradients, a weight moves by η Σ_t r_t at most (`largest_step`), besides what AdamW's decay takes,
     1 − c times the weight. If some moved further, a decay is looked for at which none did; else the rate is too low, or
     the state was carried.
 
@@ -61,7 +61,7 @@ def check_adam(seen: Observation, label: int | None, source: str) -> None:
 
     Args:
         seen: the update of a client without filters; if it trains by SGD nothing is said.
-        label: the class that the update of one image tells; None if it is not told, of several images, or filtered.
+        label: the class that the update of one image shows; None if it is not known, of several images, or filtered.
         source: names of the files, for the error.
 
     Raises:
@@ -114,11 +114,11 @@ class _Moves:
     client: Client
 
     def furthest(self, lost: float) -> float:
-        """Return the furthest that a weight moved beside decay, less what rounding may have added."""
+        """Return the largest distance that a weight moved beyond decay, less what rounding may have added."""
         return max(float(((u - lost * θ).abs() - margin).max()) for u, θ, margin in self._each())
 
     def decay(self, lost: float, most: float) -> str | None:
-        """Return the decay beside which no weight moved further than `most`; None where decay does not explain it.
+        """Return the decay with which no weight moved further than `most`; None where decay does not explain it.
 
         |u − l θ| ≤ most bounds l on both sides by each weight. If no l holds for all, but those that moved too far all
         did so along their own sign, or all against it, decay is that of some parameters, as where biases have none.
@@ -150,7 +150,7 @@ class _Moves:
         return None
 
     def least_rate(self, most: float) -> float:
-        """Return the least rate at which no weight moved too far, beside the stated decay at that rate."""
+        """Return the least rate at which no weight moved too far, given the stated decay at that rate."""
         rate = self.client.lr
         for _ in range(_ROUNDS):
             rate = max(self.furthest(self._lost(rate)) / most, RTOL) * self.client.lr

@@ -60,7 +60,7 @@ def execute(
         own: a timm model, or a victim, that is attacked instead of those that `spec` names.
         device: "auto", "cpu", "cuda" or "cuda:N".
         batch_size: images at a time, at least 1; by default 8 on a CPU and 64 on a GPU. Images that are released
-            together come in batches of their own size instead.
+            together come in batches of their size instead.
         overwrite: whether an earlier run in `out` is replaced.
         strips: whether strips of images are written to `out`, of the first draw.
         command: the command line, for `run.json`.

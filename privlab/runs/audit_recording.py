@@ -36,7 +36,7 @@ def audit_features(
     """Run attacks on recorded features; write records, and a contact sheet for each batch and attack, batch by batch.
 
     `spec` names one victim, which is the public base of the recorded client, and the defense that the client is known
-    to use. The private images are not at hand, so whether one of them is among the public ones cannot be checked:
+    to use. The private images are not available, so whether one of them is among the public ones cannot be checked:
     whoever names `--public` must leave them out. Records have no scores, and name an image by its session, batch and
     number. If `out` holds an audit of the same case, batches that have records are not attacked again.
 

@@ -1,4 +1,4 @@
-"""The private image that a user has beside a released gradient: it is preprocessed as the client did, and scored by."""
+"""The private image of a user who audits a release: it is preprocessed as the client did, and scored by."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ class ReferenceScorer:
             base: the victim, with its preprocessing and device.
 
         Raises:
-            PrivlabError: if the file is no readable image.
+            PrivlabError: if the file is not a readable image.
         """
         data = open_images(reference, bit_depth=spec.data.bit_depth)
         named = next(iter(data))
@@ -143,7 +143,7 @@ def as_fed(scorer: ReferenceScorer, audited: Audited, made: Made) -> tuple[Refer
 
     Args:
         scorer: scores by the reference as the victim's preprocessing gives it.
-        audited: what was released of one image, by which preprocessings are told apart.
+        audited: what was released of one image, by which preprocessings are separated.
         made: the row of each attack, and its reconstruction; None where it failed. Of the rows that what was released
             proves, the one with the least residual is taken for what the client fed.
     """

@@ -68,7 +68,7 @@ def audit_gradients(
 
     Raises:
         PrivlabError: for a file that cannot be read, does not fit the victim or contradicts itself, an attack that was
-            asked for and needs more than the file grants, or a reference that is no image.
+            asked for and needs more than the file grants, or a reference that is not an image.
     """
     RunDirectory(out).check(overwrite=overwrite)
     spec, of_lpips = with_lpips(spec, {}, download=reference is not None)
@@ -251,7 +251,7 @@ def _attack(
 
 
 def _flags(audited: Audited, rows: Sequence[Row]) -> list[str]:
-    """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack."""
+    """Return the red flags: what weakens a verdict on this file, and what the file reveals without any attack."""
     spec, released, seen, base, told = audited.spec, audited.file, audited.seen, audited.base, audited.told
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]

@@ -52,7 +52,7 @@ Files = Path | tuple[Path, Path]
 class Audited:
     """One gradient or update that was read from disk: the file, what the adversary sees of it, and what that shows.
 
-    `told` are the labels that the head gives away. `changed` says that a file does not hold a plain gradient. `fitted`
+    `told` are the labels that the head reveals. `changed` says that a file does not hold a plain gradient. `fitted`
     are the settings that explain an update, where they are not the stated ones: `spec` and `seen` go on by them, and
     by `fitted_target` in place of a label. `unexplained` is what is to be said if no attack explains the update either.
     """
@@ -309,7 +309,7 @@ def other_weights(released: GradientFile, base: Victim) -> str:
 
 
 def _told(base: Victim, seen: Observation) -> Told | None:
-    """Return the labels that the head's gradient gives away; that of its weight is read only if weights are known."""
+    """Return the labels that the head's gradient reveals; that of its weight is read only if weights are known."""
     held = {name: g[0] for name, g in seen.gradients.items()}
     if Capability.KNOWS_WEIGHTS not in seen.grants:
         held.pop("head.weight", None)

@@ -146,7 +146,7 @@ class OwnUpdateAudit:
                 certificate.
 
         Raises:
-            PrivlabError: if the two are of another model, hold NaN or are the same, or the images do not fit the model.
+            PrivlabError: if the two belong to another model, hold NaN or are equal, or images do not fit the model.
         """
         client = self.client if images is None else replace(self.client, images=len(images))
         if images is None:
@@ -244,7 +244,7 @@ def _decays(seen: Observation, client: Client) -> list[float]:
 
 
 def _stretched(image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 c h w"]:
-    """Return an image whose channels go from 0 to 1, which no gain and offset tells from the first."""
+    """Return an image whose channels go from 0 to 1, which no gain and offset distinguishes from the first."""
     least, most = image.amin((2, 3), keepdim=True), image.amax((2, 3), keepdim=True)
     return (image - least) / (most - least).clamp(min=torch.finfo(image.dtype).tiny)
 

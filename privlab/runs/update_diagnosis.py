@@ -60,7 +60,7 @@ class Fitted:
     """Settings of a client and a target with which an image explains an update, and the residual that they leave.
 
     `target` is a class index, or a probability of each class where no label and no smoothing explains the update.
-    `of_head` is how many times as far the head moved as these settings say, where it has a rate of its own.
+    `of_head` is how many times as far the head moved as these settings say, where it has another rate.
     """
 
     client: Client
@@ -94,7 +94,7 @@ class Fitted:
 
 
 def _is_plausible(label: Mapping[int, float]) -> bool:
-    """Return whether a fitted label is of few classes, as MixUp and CutMix make it; a shorter step gives others."""
+    """Return whether a fitted label has few classes, as MixUp and CutMix make it; a shorter step gives others."""
     return len(label) <= 4 and sum(label.values()) > 1 - _LEAST_SHARE
 
 
@@ -314,7 +314,7 @@ class UpdateDiagnosis:
             yield replace(self.start, steps=steps, epochs=None, clip=clip)
 
     def _without_head(self, client: Client) -> Fitted | None:
-        """Return the settings that explain all of the update but the head's, which may have a rate of its own."""
+        """Return the settings that explain all of the update but the head's, which may have another rate."""
         left = self._left(client, self.label, with_bias=False)
         if not is_explained(left, client):
             return None

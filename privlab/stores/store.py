@@ -51,7 +51,7 @@ class Store:
     """The records of a directory, written by one process or by several, now or in an earlier version.
 
     Raises:
-        PrivlabError: if its path is no text, which Arrow needs.
+        PrivlabError: if its path is not text, which Arrow needs.
     """
 
     path: Path
@@ -181,7 +181,7 @@ def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
 
 
 def _check_text(table: pa.Table) -> None:
-    """Check the length that dictionary-encoded texts have in all rows: one long text may stand in each of them.
+    """Check the length that dictionary-encoded texts have in all rows: one long text may be in each of them.
 
     Raises:
         pyarrow.ArrowInvalid: if it is too long to be read.

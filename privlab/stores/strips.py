@@ -33,7 +33,7 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an image lies: in a PNG of its own, or in a `box` of a strip, which shows it `scale` times as large."""
+    """Where an image lies: in a separate PNG, or in a `box` of a strip, which shows it `scale` times as large."""
 
     file: Path
     box: Box | None = None

@@ -52,7 +52,7 @@ def check_any(
     seed: int = 0,
     **victim: Any,  # noqa: ANN401
 ) -> tuple[Check, ...]:
-    """Check a defense, an attack or a metric by its name; where a name is of two, it is the first of these.
+    """Check a defense, an attack or a metric by its name; where a name has two meanings, it is the first of these.
 
     Args:
         name: of the defense, attack or metric; no stack of defenses with "+".
@@ -91,7 +91,7 @@ def check_attack(attack: Any, *, seed: int = 0, **victim: Any) -> tuple[Check, .
     `granted`: some release of the victim grants what it requires: plain gradients, those behind a defense that it
     knows, updates, or features. `returns`: it returns an image in [0, 1] for each that was released. `untouched`: it
     changes neither the victim nor the release. `same-seen`: the same observation gives the same images. After a failed
-    check what stands on it is left out.
+    check what depends on it is left out.
 
     Args:
         attack: an instance; what its class does not declare has a default.
@@ -99,7 +99,7 @@ def check_attack(attack: Any, *, seed: int = 0, **victim: Any) -> tuple[Check, .
         **victim: as in `check_any`.
 
     Raises:
-        PrivlabError: if it is no instance of a dataclass, or the victim cannot be made.
+        PrivlabError: if it is not an instance of a dataclass, or the victim cannot be made.
     """
     attack = completed(attack, "attack")
     declared = _declared(list(_missing_declarations(attack.name, type(attack))))
@@ -115,10 +115,10 @@ def _declared(problems: Sequence[str]) -> Check:
 
 
 def check_metric(metric: Metric) -> tuple[Check, ...]:
-    """Try a metric on photographs: each beside itself, beside another, and beside noise.
+    """Try a metric on photographs: each against itself, against another, and against noise.
 
-    `returns`: one real value per image. `range`: all are within the range that it states. `direction`: an image beside
-    itself leaks at least as much as beside anything else. `alone`: an image's value does not depend on the batch.
+    `returns`: one real value per image. `range`: all are within the range that it states. `direction`: an image against
+    itself leaks at least as much as against anything else. `alone`: an image's value does not depend on the batch.
     `untouched`: it changes no image that it is given.
 
     Args:

@@ -92,7 +92,7 @@ class Check:
 class Claims:
     """A defense, a victim in float64, clients of one image each, and a last image that may take the second one's place.
 
-    A plug-in in a process of its own gets real numbers as `as_exchanged` gives them.
+    A plug-in in a separate process gets real numbers as `as_exchanged` gives them.
     """
 
     defense: AnyDefense
@@ -232,7 +232,7 @@ class OnImages(Claims):
     def _displacement(self, feed: Feed) -> float:
         """Return how much worse than the best order the declared one is, or 1 if moved patches were changed.
 
-        It is measured on smooth images in which no two patches are alike, so that patches are recognised after a
+        It is measured on smooth images in which no two patches are equal, so that patches are recognised after a
         defense has changed their pixels. A defense that moves slots must not change a bit of any patch, except that
         one which says so may permute the values: one that changes pixels as well is two defenses, stacked.
         """
@@ -402,7 +402,7 @@ def unlike(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _permutation_faults(name: str, orders: Int[Tensor, "b n"]) -> Iterator[str]:
-    """Yield a text if an order is no permutation of 0 to n − 1."""
+    """Yield a text if an order is not a permutation of 0 to n − 1."""
     if not torch.equal(orders.sort(1).values, torch.arange(orders.shape[1]).expand_as(orders)):
         yield f"{name} that leaves some out or repeats others"
 
@@ -425,7 +425,7 @@ def _worse_than_best(
 
 
 def _colour_wheel(shape: tuple[int, int, int]) -> Float[Tensor, "c h w"]:
-    """Return one period of colours across and down, a torus in RGB: low frequencies, and no two places alike."""
+    """Return one period of colours across and down, a torus in RGB: low frequencies, and no two places equal."""
     down, across = (2 * math.pi * (torch.arange(n, dtype=torch.float64) + 0.5) / n for n in shape[1:])
     ring = 0.3 + 0.15 * down.cos()[:, None]
     blue = (0.15 * down.sin())[:, None].expand(shape[1:])

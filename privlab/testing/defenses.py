@@ -28,7 +28,7 @@ Case = OnImages | OnFeatures | OnGradients
 MODEL = "vit_ti_mjp"
 """The victim on which a defense is tested; it has E_unk, which MJP needs."""
 MOST_IMAGES = 8
-"""The most images that a check takes; each client has a generator of its own."""
+"""The most images that a check takes; each client has its own generator."""
 MOST_CHANGE = 1e-9
 """The largest change by rounding of a client's own release when the batch changes, relative to its size."""
 
@@ -44,7 +44,7 @@ def check_defense(
 
     The checks are
 
-    - `contents`: the release has its form and nothing beside it; if this fails, checks that need the form are left out;
+    - `contents`: the release has its form and nothing else; if this fails, checks that need the form are left out;
     - `acts-as`, if the class says what it does: the release agrees with that;
     - `order`, `rows` or `variance`: the release agrees with what is declared; attacks would ignore a release whose
       variance is `overstated`;
@@ -64,7 +64,7 @@ def check_defense(
         seed: seed of the draws and of the directions of finite differences.
 
     Raises:
-        PrivlabError: if it is no instance of a dataclass or cannot be run, or the victim is one that it, or the
+        PrivlabError: if it is not an instance of a dataclass or cannot be run, or the victim is one that it, or the
             control, does not fit.
     """
     defense = completed(defense, "defense")

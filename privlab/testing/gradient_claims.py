@@ -18,7 +18,7 @@ ROUNDING_FACTOR = 3.0
 _FEWEST = 50
 """Entries with noise below which the mean of their squares says nothing of its variance."""
 _FEWEST_ROUNDED = 1000
-"""Entries with a variance below which the errors of a rounding are not alike enough to have one."""
+"""Entries with a variance below which the errors of a rounding are too unequal to have one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class OnGradients(Claims):
         """Yield the factors by which the declared variance is too small and too large, at the best gradient scale.
 
         `again` is a release with other draws: the variance is that of noise if noise explains the errors. What is zero
-        in one of both may be missing there, as draws choose which entries are: that is no noise.
+        in one of both may be missing there, as draws choose which entries are: that is not noise.
         """
         least = 1e-18 * sum(float(g.square().mean()) for g in true.values()) + LEAST_DIVISOR  # well above rounding
         fitted = _scale_of(true, released, variance, least)
@@ -136,7 +136,7 @@ class OnGradients(Claims):
     def _off_in_noise(self, released: Tensors, variance: Tensors) -> float:
         """Return the error against finite differences in standard deviations of the declared noise.
 
-        The gradient of each image may have a scale of its own, as clipping leaves it: the best one counts. An error of
+        The gradient of each image may have its own scale, as clipping leaves it: the best one counts. An error of
         an eighth of the `TOLERANCE` counts as one standard deviation.
         """
         found, slopes, norms, σ = self.directional(self._fed(), released, variance)
@@ -172,7 +172,7 @@ def _scale_of(true: Tensors, released: Tensors, variance: Tensors, least: float)
 
 
 def _squares(error: Tensors, missing: Tensors, variance: Tensors) -> dict[str, Tensor]:
-    """Return the squares of the errors, by which an overstated variance is told.
+    """Return the squares of the errors, by which an overstated variance is found.
 
     For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and all such
     entries of one parameter may lie far below it: so each counts as uniform up to the largest of all those that have

@@ -1,7 +1,7 @@
 """The process that runs a plug-in: it forks for every call, so that no call sees what another one left behind.
 
 It is started by `privlab.testing.plugin_process`, reads calls from standard input, and writes answers to standard
-output. It never imports the plug-in itself: each forked process does, with limits of its own.
+output. It never imports the plug-in itself: each forked process does, with its own limits.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A plug-in in a process of its own: classes that stand in for its classes here, and what crosses the pipe.
+"""A plug-in in a separate process: classes that replace its classes here, and what crosses the pipe.
 
 The process is given what a call is about and nothing else: a defense the images, gradients or features that it must
 defend, one image at a time where it does not mix them, an attack an observation. It never holds the private image of an
@@ -234,7 +234,7 @@ def as_exchanged(tensor: Tensor) -> Tensor:
 
 
 class StandIn:
-    """What the classes have in common that stand in for those of a plug-in."""
+    """What the classes have in common that replace those of a plug-in."""
 
     plugin: Plugin
 

@@ -55,7 +55,7 @@ class Client:
     and move as torch.optim does; `sgd` is torch.optim.SGD.
 
     With K = `clients` > 1 the server sees what secure aggregation shows it: the mean of what K such clients send, each
-    trained by itself from θ_0 on as many images of its own, and nothing else. Clients of equally many images have equal
+    trained alone from θ_0 on as many images of its own, and nothing else. Clients of equally many images have equal
     weights in federated averaging.
 
     Args:
@@ -75,9 +75,9 @@ class Client:
         steps: optimiser steps T of the round, ≥ 1; None where `epochs` says how many.
         epochs: passes over the images, ≥ 1; None where `steps` says how long. One pass where both are None.
         images: images of each client, ≥ 1.
-        clients: K ≥ 1, the clients whose mean is released; 1 for a client whose update the server sees by itself.
+        clients: K ≥ 1, the clients whose mean is released; 1 for a client whose update the server sees alone.
         batch_size: images of a batch, ≥ 1; the last batch of a pass may be smaller.
-        shuffle: whether each pass is in an order of its own, drawn in private; else in the order of the images.
+        shuffle: whether each pass is in its own order, drawn in private; else in the order of the images.
         accumulation: batches of one pass whose mean gradient makes one optimiser step, ≥ 1; the last step of a pass may
             have fewer.
         clip: the largest norm of the gradient of all trained parameters before a step, > 0; None does not clip.

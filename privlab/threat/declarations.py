@@ -103,7 +103,7 @@ class DefenseDeclarations:
         std: the standard deviation of the noise that it adds to features, if it declares it.
         per: "batch" if one draw serves all images that are released together, "model" if one serves all of a client.
         mixes: whether one image's release depends on the other images.
-        remark: returns a remark to print beside its options, such as the ε that its noise gives.
+        remark: returns a remark to print with its options, such as the ε that its noise gives.
         expected: returns the mean of its releases of given gradients; None if that is these gradients.
         at_bound: returns which entries of a release are at a bound, so that they tell the sign of what they were and
             that it was no smaller, but not how large it was; None if none is.

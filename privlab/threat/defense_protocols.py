@@ -63,7 +63,7 @@ class GradientDefense(Protocol):
     paper: ClassVar[str]
 
     def release(self, gradients: Gradients, draws: Sequence[Generator]) -> Gradients:
-        """Return what is released instead of `gradients`, for each image by itself and with its own draw."""
+        """Return what is released instead of `gradients`, for each image separately and with its own draw."""
         ...
 
     def variance(self, released: Gradients) -> Gradients:

@@ -26,7 +26,7 @@ def client_loss(client: Client, outputs: Float[Tensor, "b y"], targets: Tensor) 
     - "cross-entropy": −log p_y for the class y, with `client.label_smoothing` and `client.class_weights` w; of these it
       is Σ_i −w_yi log p_yi / Σ_i w_yi;
     - "focal": the mean of −w_y (1 − p_y)^γ log p_y;
-    - "binary": the mean over the classes of −w y log σ(o) − (1 − y) log σ(−o), for each class by itself, with w of
+    - "binary": the mean over the classes of −w y log σ(o) − (1 − y) log σ(−o), for each class separately, with w of
       `client.pos_weight`;
     - "binary-focal": the same without w, times (1 − p_t)^γ and α or 1 − α, with p_t = σ(o) for y = 1, else σ(−o);
     - "regression": the mean of (o − y)²; "l1": of |o − y|; "smooth-l1": of e²/2 where e = |o − y| < 1, else e − 1/2;
@@ -101,7 +101,7 @@ def private_targets(
         images: the client's images, in [0, 1].
         labels: their class indices, or their targets (m, y); read where the loss has labels or numeric targets, or is a
             function.
-        draw: the client's generator; drawn from where the loss has values of its own.
+        draw: the client's generator; drawn from where the loss has other values.
 
     Raises:
         PrivlabError: if the loss has labels, and the model no classifier, or there are weights of another number of

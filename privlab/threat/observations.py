@@ -57,7 +57,7 @@ class Observation:
         return replace(self, gradients={name: g[releases] for name, g in self.gradients.items()})
 
     def each(self) -> list["Observation"]:
-        """Return the observation of each release by itself."""
+        """Return the observation of each release alone."""
         count = len(next(iter(self.gradients.values())))
         return [self] if count == 1 else [self.take([i]) for i in range(count)]
 

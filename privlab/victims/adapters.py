@@ -98,7 +98,7 @@ def prompted(model: VictimModel, count: int) -> VictimModel:
     / (3 P² + D). They enter the first block alone. A model that has prompts is returned as it is.
 
     Raises:
-        PrivlabError: if the model is of another kind than timm's `VisionTransformer`, or has register tokens.
+        PrivlabError: if the model has another kind than timm's `VisionTransformer`, or has register tokens.
 
     Source: Visual Prompt Tuning (Jia et al., ECCV 2022), section 3.2, VPT-shallow; the first values as in its code.
     """

@@ -29,7 +29,7 @@ PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 """The learned tokens before those of the patches, in their order; a model has some of them or none."""
 
 TELLERS = {"rope": "rope", "rel_pos_bias": "shared_rel_pos_bias", "shared_rel_pos": "shared_rel_pos"}
-"""The module by which a model knows places beside its position embeddings -> the argument of its blocks for it."""
+"""The module by which a model knows places besides its position embeddings -> the argument of its blocks for it."""
 
 _OPTIONAL = ("pos_embed", "cls_token", "reg_token", "patch_drop", "attn_pool")
 """Attributes of timm's `VisionTransformer` that other ViTs may lack; None says so."""
@@ -37,7 +37,7 @@ _OPTIONAL = ("pos_embed", "cls_token", "reg_token", "patch_drop", "attn_pool")
 
 @dataclass(frozen=True, eq=False)
 class _Teller:
-    """A hook before a block that adds what it is told of places; an object, since a copied model then has its own."""
+    """A hook before a block that adds what it gets of places; an object, since a copied model then has its own."""
 
     argument: str
     source: nn.Module
@@ -73,7 +73,7 @@ def unwrapped(model: Any) -> Any:  # noqa: ANN401
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Return whether a module has hooks, or methods of its own in the place of its class's."""
+    """Return whether a module has hooks, or own methods in place of its class's."""
     hooks = {**module._forward_hooks, **module._forward_pre_hooks}.values()
     replaced = any(callable(value) and hasattr(type(module), name) for name, value in vars(module).items())
     backward = module._backward_hooks or module._backward_pre_hooks
@@ -93,7 +93,7 @@ def causes(model: nn.Module) -> str:
 
 
 def told_of_places(block: nn.Module) -> dict[str, Tensor]:
-    """Return what a block of a `plain_interface` is told of places beside its tokens, by argument; often nothing."""
+    """Return what a block of a `plain_interface` gets of places besides its tokens, by argument; often nothing."""
     hooks = block._forward_pre_hooks.values()
     return {name: value for hook in hooks if isinstance(hook, _Teller) for name, value in hook.told().items()}
 

@@ -1,4 +1,4 @@
-"""Models at hand: the zoo that comes with privlab, timm's hub and its cache, and files that a user imported."""
+"""Available models: the zoo that comes with privlab, timm's hub and its cache, and files that a user imported."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def show(name: str) -> dict[str, Any]:
 
     `sha256` is over names, shapes and values of all tensors in single precision, as on the card and in records;
     `matches` is None without card.
-    The name is one of `models()`, or a file of weights, with its card beside it (`NAME.json` or `card.json`).
+    The name is one of `models()`, or a file of weights, with its card next to it (`NAME.json` or `card.json`).
 
     Raises:
         PrivlabError: if there is no such model, or its file cannot be read.
@@ -143,7 +143,7 @@ def _imported_model(path: Path) -> Model:
 
 
 def _card(path: Path) -> dict[str, Any] | None:
-    """Return the card beside a file of weights, a training's included; None where there is none."""
+    """Return the card next to a file of weights, a training's included; None where there is none."""
     for card in (path.with_suffix(".json"), path.with_name("card.json")):
         if card.is_file() and (card.stem == path.stem or path.name in ("model.safetensors", "predictor.safetensors")):
             try:

@@ -129,7 +129,7 @@ def _tap(vit: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, tuple[Tenso
 
 
 def _per_release(x: Tensor, B: int) -> Tensor:
-    """View what is given for each image as r × B × …; as it is where each image is a release of its own."""
+    """View what is given for each image as r × B × …; as it is where each image is a separate release."""
     return x if B == 1 else x.unflatten(0, (-1, B))
 
 

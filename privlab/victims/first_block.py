@@ -17,7 +17,7 @@ _SAME = 1e-4
 
 
 class PreNormBlock(nn.Module):
-    """x ↦ y + ls2(MLP(norm2(y))) with y = x + ls1(attn(norm1(x))); attention is told what the model tells it of places.
+    """x ↦ y + ls2(MLP(norm2(y))) with y = x + ls1(attn(norm1(x))); attention gets what the model says of places.
 
     Args:
         block: a block with these parts; its layer scales may be `gamma_1` and `gamma_2`, or missing.

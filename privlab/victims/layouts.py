@@ -109,7 +109,7 @@ _UNLIKE = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of ViT of another library, with what timm has to be told and the tensors do not show.
+    """A kind of ViT of another library, with what timm needs and the tensors do not show.
 
     `marker` is a pattern of a name that this kind has and those above it in `KINDS` do not. `eps` and `activation` are
     those of its configurations by default; `options` are further ones of timm's `VisionTransformer`.

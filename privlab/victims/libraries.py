@@ -1,7 +1,7 @@
 """ViTs of transformers, torchvision and MONAI as timm's `VisionTransformer`: the same weights, tokens and outputs.
 
 Nothing here imports these libraries: a model brings its settings and its tensors, and a file of transformers may have
-its `config.json` beside it.
+its `config.json` next to it.
 """
 
 import copy

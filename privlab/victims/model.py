@@ -58,7 +58,7 @@ class VictimModel(nn.Module):
     (`frozen`) have no gradient that a client would release.
 
     `vit` is timm's `VisionTransformer`, or a copy of another ViT of timm with all that one has (`plain_interface`).
-    `silent` names its linear and normalising layers whose gradient is no sum over the tokens of an image.
+    `silent` names its linear and normalising layers whose gradient is not a sum over the tokens of an image.
 
     Raises:
         PrivlabError: if the patches are not embedded linearly, or the parts of the model, one after the other, give
@@ -168,7 +168,7 @@ class VictimModel(nn.Module):
         return f"{type(self.vit).__name__} of {type(self.vit).__module__}"
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the patterns by which timm tells the layers: embedding, blocks, and the rest (BEiT, MAE)."""
+        """Return the patterns by which timm groups the layers: embedding, blocks, and the rest (BEiT, MAE)."""
         stem = r"^(?:unk_embed|vit\.(?:cls_token|dist_token|reg_token|pos_embed|patch_embed|norm_pre))"
         return {"stem": stem, "blocks": [(r"^vit\.blocks\.(\d+)", None)]}
 

@@ -61,7 +61,7 @@ def resolve_own(name: str) -> tuple[str, str]:
 
 
 def check_victim_name(name: str) -> None:
-    """Refuse a name that is of no victim; whether timm has what "timm:NAME" names is left to timm.
+    """Refuse a name of no victim; whether timm has what "timm:NAME" names is left to timm.
 
     Raises:
         PrivlabError: for another name, with the nearest ones.
@@ -74,7 +74,7 @@ def check_img_size(name: str, img_size: int | None) -> None:
     """Refuse a side that the patches of a victim of ours do not divide; of other models timm knows the patches.
 
     Raises:
-        PrivlabError: if the side is no multiple of the patches'.
+        PrivlabError: if the side is not a multiple of the patches'.
     """
     if img_size is None or name.startswith("timm:") or name in with_plugins({}, "privlab.victims"):
         return
@@ -114,7 +114,7 @@ def of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
 
 
 def size_error(name: str, img_size: int, patch: int) -> PrivlabError:
-    """Return the error for a side of the input that is no multiple of the patches'.
+    """Return the error for a side of the input that is not a multiple of the patches'.
 
     Args:
         name: of the model.

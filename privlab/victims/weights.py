@@ -32,7 +32,7 @@ _ALLOWED: list[Any] = [
     *(argparse.Namespace, _scalar, np.dtype, *(type(np.dtype(each)) for each in ("float32", "float64", "int64"))),
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
 ]
-"""Classes that checkpoints hold beside tensors, such as the arguments of timm's training script: they run no code."""
+"""Classes that checkpoints hold besides tensors, such as the arguments of timm's training script: they run no code."""
 
 _FILES = (
     *("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"),
@@ -248,7 +248,7 @@ def fit(vit: Vit, state: State, source: str, *, resize: bool = False) -> None:
 
 
 def _translated(vit: Vit, state: State) -> State:
-    """Return a state by the names of a ViT, as the module of timm that its class is of translates it."""
+    """Return a state by the names of a ViT, as the module of timm of its class translates it."""
     if type(vit) is VisionTransformer:
         return checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
     translate = getattr(sys.modules[type(vit).__module__], "checkpoint_filter_fn", None)
@@ -314,7 +314,7 @@ def misfits(found: Mapping[str, Tensor], want: Mapping[str, Tensor], optional: C
 
 
 def check_floats(weights: State, source: str) -> None:
-    """Check that weights are no integers.
+    """Check that weights are not integers.
 
     Raises:
         PrivlabError: if some are.

@@ -173,4 +173,4 @@ def _shorten(facts: object) -> object:
 
 
 _MOST_VALUES = 20
-"""The most values of a column that the page lists, and the most reconstructions beside the evidence of an audit."""
+"""The most values of a column that the page lists, and the most reconstructions next to the evidence of an audit."""

@@ -55,7 +55,7 @@ class Client:
         tell: called with the reason when it begins to wait.
 
     Raises:
-        PrivlabError: if the address has another form, or is of another machine and `tls` is missing.
+        PrivlabError: if the address has another form, or belongs to another machine and `tls` is missing.
     """
 
     address: str
@@ -207,7 +207,7 @@ class Remote:
 
 
 def _translate(error: grpc.RpcError) -> PrivlabError:
-    """Return the error that tells the user what a failed call means."""
+    """Return the error that says to the user what a failed call means."""
     status = error.code().name  # pyright: ignore[reportAttributeAccessIssue]
     details = printable(" ".join(str(error.details()).split()))  # pyright: ignore[reportAttributeAccessIssue]
     busy = status == "RESOURCE_EXHAUSTED" and "oncurrent RPC limit" in details  # as gRPC itself says

@@ -87,7 +87,7 @@ def load(source: Data, preprocessing: Preprocessing, progress: Progress = lambda
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The images of each step: all images in an order drawn anew for every epoch; the last batch may be smaller."""
+    """The images of each step: all images in an order drawn again for every epoch; the last batch may be smaller."""
 
     data: Dataset
     size: int

@@ -141,7 +141,7 @@ def infer(
 ) -> Float[Tensor, "n y"]:
     """Return the class probabilities of each image, computed by the learner and the T of a session.
 
-    Permutations and noise are drawn anew from the operating system's CSPRNG; P_C is the learner's.
+    Permutations and noise are drawn again from the operating system's CSPRNG; P_C is the learner's.
 
     Args:
         learner: the client's half, after as many steps as the session's T.
@@ -232,7 +232,7 @@ def inference_summary(
 
 
 def _epoch(learner: Learner, batches: Batches, epoch: int) -> dict[str, Any]:
-    """Return the mean loss and the accuracy of an epoch, each image measured before the update of its own step."""
+    """Return the mean loss and the accuracy of an epoch, each image measured before the update of that step."""
     steps = slice(epoch * batches.per_epoch, min((epoch + 1) * batches.per_epoch, learner.step))
     sizes = torch.tensor([batches.images_in(i + 1) for i in range(steps.start, steps.stop)], dtype=torch.float64)
     loss = float((learner.losses[steps] * sizes).sum() / sizes.sum())

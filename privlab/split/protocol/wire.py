@@ -64,7 +64,7 @@ def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) ->
         dtype: the expected type of all tensors, float32 or float64.
 
     Raises:
-        Refusal: if the bytes are no such tensors, names, types or shapes differ, or a number is NaN or infinite.
+        Refusal: if the bytes are not such tensors, names, types or shapes differ, or a number is NaN or infinite.
     """
     tensors = _read(data, like, dtype)
     for name, tensor in tensors.items():
@@ -107,7 +107,7 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 
 
 class Inbox:
-    """Reads one message at a time in a thread of its own, since gRPC's iterators offer no time limit."""
+    """Reads one message at a time in a separate thread, since gRPC's iterators offer no time limit."""
 
     def __init__(self, stream: Iterator[bytes]) -> None:
         self._stream = stream

@@ -156,7 +156,7 @@ class Server:
             raise PrivlabError(f"Cannot listen on {self.address}: {reason}.") from error
 
     def _session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Reply]:
-        """Serve one stream, in a thread of its own."""
+        """Serve one stream, in a separate thread."""
         inbox = Inbox(requests)
         try:
             for reply in self._replies(inbox):

@@ -290,7 +290,7 @@ class Sessions:
     """The sessions of a server: those with a connected client, and those on disk, in FOLDER/NAME.
 
     Args:
-        victim: the model that holds T's initial weights, from which clients without weights of their own start.
+        victim: the model that holds T's initial weights, from which clients without their own weights start.
         folder: the folder of the checkpoints.
         limits: the most that clients may use.
         every: the number of steps between two checkpoints.
