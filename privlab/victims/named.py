@@ -162,8 +162,8 @@ def victim(
         unknown_pe: MJP's E_unk of a model of your own: "mean" is the mean of its position embeddings; None is none.
 
     Raises:
-        PrivlabError: for an unknown name, weights that do not fit, a model that is not a plain ViT, as one whose `forward`
-            was replaced by another or whose hooks change its gradients, or one that has other classes.
+        PrivlabError: for an unknown name, weights that do not fit, a model that is not a plain ViT, as one whose
+            `forward` was replaced by another or whose hooks change its gradients, or one that has other classes.
 
     Warns:
         PrivlabWarning: for weights that weaken a verdict: random ones, an untrained E_unk, dropped PEs.
