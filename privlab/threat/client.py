@@ -264,7 +264,7 @@ class Client:
 
     @property
     def takes_several_classes(self) -> bool:
-        """Return whether a label may be a list of classes: for a loss for each class, and for a function."""
+        """Return whether a label may be a list of classes, as a loss for each class takes it, or a function."""
         return self.is_for_each_class or not isinstance(self.loss, str)
 
     @property
