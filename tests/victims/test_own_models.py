@@ -34,7 +34,7 @@ from privlab.victims import VictimModel, save, victim
 Vit = Callable[..., VisionTransformer]
 
 OTHERS = """
-import timm, torch, privlab
+import timm, torch, torchvision, privlab
 from privlab.base.errors import PrivlabError
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
