@@ -182,7 +182,7 @@ def test_attack_that_breaks_is_recorded_and_the_others_go_on(
     monkeypatch.setattr("privlab.attacks.April.__call__", broken)
     done = attack()
     assert done.status == 2
-    assert "Failed: a.png: april: RuntimeError: no\n" in done.err
+    assert "Failed: a.png: april: RuntimeError: no such inverse\n" in done.err
     status = records().groupby("attack").status.unique().map(list)
     assert status["april"] == ["failed"]
     assert status["patch-gradient"] == ["ok"]

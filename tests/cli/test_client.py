@@ -201,7 +201,7 @@ def test_images_of_one_step_are_separated_as_those_of_a_gradient(
 def test_what_makes_an_update_no_gradient_is_in_the_records(attack: Cli, records: Callable[..., pd.DataFrame]) -> None:
     attack("--client", "adamw", "--set", "client.weight_decay=0.1", "--metrics", "psnr", "--limit", "1")
     (said,) = records().query("attack == 'patch-gradient'").beyond_range.unique()
-    assert said == "adamw scales each entry by itself and weight decay 0.1 in the update"
+    assert said == "adamw scales each entry separately and weight decay 0.1 in the update"
     assert records().query("attack == 'patch-gradient' and geometry == 'in_place'").explained.item() < 0.9
 
 
