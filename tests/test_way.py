@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import privlab
-from privlab.images import Data, open_images
+from privlab.images import Data, apart_from, open_images
 
 ROOT = Path(__file__).parents[1]
 BUDGETS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["privlab"]["lines"]
@@ -105,6 +105,7 @@ class Carriers:
         self.types: set[type] = set()
         photographs = [victim.preprocessing(image.pixels) for image in open_images("samples") if image.pixels]
         self.public = torch.stack(photographs)
+        apart_from(["none"], self.public[:1], victim.preprocessing)  # keeps whole photographs, which are public too
         self.image_shape = victim.model.image_shape
         self.token_shape = tuple(victim.model.vit.pos_embed.shape[1:])
 

@@ -130,7 +130,7 @@ def test_the_simulator_blocks_the_update_that_leaks_and_averages_the_others(tmp_
     assert one["psnr"] > 40
     for line, site, limits in (
         (eight, "site-2", "8 images in one update"),
-        (adam, "site-3", "adamw scales each entry by itself"),
+        (adam, "site-3", "adamw scales each entry separately"),
     ):
         assert {"site": site, "limits": limits, "leaks": False, "withheld": None}.items() <= line.items()
         assert line["psnr"] < 20

@@ -99,7 +99,7 @@ def test_ten_thousand_frames_of_rubbish_leave_the_server_serving(
     assert statuses["INVALID_ARGUMENT"] > 2000
     told = [line for line in served.err.splitlines() if not re.match(r"[EWI]\d{4} ", line)]  # but for gRPC's own log
     events = Counter(ast.literal_eval(line)["event"] for line in told)
-    assert events.keys() == {"opened", "refused", "saved", "closed"}
+    assert events.keys() - {"not logged"} == {"opened", "refused", "saved", "closed"}
     assert events["opened"] == events["closed"] > 400
     (tmp_path / "client").mkdir()
     learner = tiny.learner()
