@@ -77,6 +77,9 @@ IMAGES = {
 }
 """The most images of cases that take a core a minute for each."""
 
+PLURALS = {"attack": "attacks", "setting": "settings"}
+"""Arguments of `privlab.attack`, by the option that test_attacks.py uses."""
+
 WITH_TF32 = ("april", "short: gradient-matching", "short: noise")
 """Cases that run with TF32 allowed too: attacks forbid it, so that the results must be as without."""
 
@@ -216,10 +219,11 @@ def equality_cases(*, few: bool) -> dict[str, dict[str, Any]]:
         kind = ATTACKS.get(name)
         if kind and attack_declarations(kind).activation:
             continue  # no bundled victim has it
-        options = tests.short(case.get("attacks") or tests.default_attacks())
+        options = tests.short(case.get("attack") or tests.default_attacks())
         reads_features = name in ON_FEATURES or (kind and Capability.RELEASED_FEATURES in kind.requires)
         own: dict[str, Any] = {"model": "cifar_vit_mjp27" if "mjp" in case.get("defense", "mjp") else "cifar_vit"}
-        own |= {"settings": ("c",)} | case | {"options": (*options, *case.get("options", ()))}
+        own |= {"setting": ("c",)} | case | {"options": (*options, *case.get("options", ()))}
+        own = {PLURALS.get(name, name): value for name, value in own.items()}
         own |= {"img_size": 16} if name in SMALL else {}
         own |= {"client_batch": 4} if reads_features else {}
         cases[f"short: {name}"] = own
@@ -231,7 +235,7 @@ def compare_devices(given: argparse.Namespace) -> int:
     """Run each case on the CPU and on the card; some on the card with TF32 allowed, and as on an older CPU.
 
     The scores are written side by side. What is not done after `--seconds` is missing. The status is 1 if something
-    failed or is missing on one device, or is exact on one of them alone; how many dB others differ by is in the table.
+    failed or is missing, or is exact on one device alone; how many dB others differ by is in the table.
     """
     cases, cores = equality_cases(few=given.few), os.cpu_count() or 1
     pools = {  # workers, device, TF32, the instructions of an older CPU, cases
@@ -353,7 +357,7 @@ def add(of_attack: dict[str, Any], cpu: dict[str, Any] | None, row: dict[str, An
         return "the CPU has no such row"
     if "failed" in row or "failed" in cpu:
         of_attack["failed"] += 1
-        return None if "failed" in row and "failed" in cpu else f"{row.get('failed')} (CPU: {cpu.get('failed')})"
+        return f"{row.get('failed')} (CPU: {cpu.get('failed')})"
     if cpu["exact"] != row["exact"]:
         return f"{row['psnr']:.2f} dB, CPU {cpu['psnr']:.2f}: one is exact"
     if row["exact"]:

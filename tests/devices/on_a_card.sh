@@ -95,9 +95,9 @@ run() {
     bench vit_ti_160 120 --model vit_ti --img-size 160 --images 32 --batch 32 --repeats 3
     step search 90 "${card[@]}" search "$out/search.json" --device cuda
     step readme 150 "${privlab[@]}" attack --model deit_s_mjp --setting c --limit 4 --device cuda --out "$work/run" &
-    step equality 170 "${card[@]}" equality "$out/equality.json" --device cuda --images 10 --seconds 150
+    step equality 200 "${card[@]}" equality "$out/equality.json" --device cuda --images 10 --seconds 180
     wait  # for readme, whose time does not count
-    bench vit_b 50 --model vit_b --images 256 --batch 128 --repeats 2 --no-searches
+    bench vit_b 90 --model vit_b --images 256 --batch 128 --repeats 2 --no-searches
   fi
   step limits 60 "${card[@]}" limits "$out/limits.json" --device "$device"
   "${card[@]}" table "$out"
