@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 import privlab
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, one_line
 from privlab.defenses import Jigsaw
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.case import (
@@ -23,7 +23,7 @@ from privlab.evaluation.case import (
     shuffles,
 )
 from privlab.evaluation.names import GEOMETRIES, check_names
-from privlab.images import NamedImage, as_text, one_line
+from privlab.images import NamedImage, as_text
 from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
 from privlab.release import kinds_of
