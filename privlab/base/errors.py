@@ -81,7 +81,7 @@ def first(names: Iterable[str], most: int = 6) -> str:
 
 
 def one_line(error: BaseException, *, kind: bool = False) -> str:
-    """Return what an error says in one line of at most 300 characters, without the full stop; with its type if wanted."""
+    """Return what an error says in one line of at most 300 characters, without a full stop; with its type if asked."""
     text = f"{type(error).__name__}: {error}" if kind else str(error)
     return " ".join(text.split())[:300].rstrip(".:") or type(error).__name__
 

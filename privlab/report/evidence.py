@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, first, options_of
-from privlab.evaluation import Case, Words, unread
+from privlab.evaluation import Case, unread
 from privlab.grids import KNOWN, case_of
 from privlab.metrics import Metric
 from privlab.report.run import LEAKS
@@ -83,7 +83,7 @@ def evidence_of(results: Results) -> list[Section]:
     return [
         Section("Verdict", [f"{verdict}{by}."]),
         Section("Keep it as you keep the private image", [_warning(results)]),
-        Section("What was attacked", rows=_attacked(facts, case.words)),
+        Section("What was attacked", rows=_attacked(facts, case)),
         attacks_section(results, rows, [KNOWN[results.lead]]),
         Section("What was not tried", [_NOT_TRIED], ("reason", "attacks"), _not_tried(case, tried, facts)),
         Section("Threat model", [_threat_model(kind, tried), scope(results.records)]),
@@ -146,19 +146,19 @@ def _warning(results: Results) -> str:
     )
 
 
-def _attacked(facts: Mapping[str, Any], words: Words) -> list[tuple[str, str]]:
+def _attacked(facts: Mapping[str, Any], case: Case) -> list[tuple[str, str]]:
     """Return the model, what it released, and how the client trained as far as that was stated or fitted."""
     victim, released = facts["victim"], facts.get("released", {})
     channels, height, width = victim["input"]
     fitted = {name: value for row in facts.get("attacks", ()) for name, value in row.get("fitted", {}).items()}
     usual = {*options_of(Client())} - {f"client.lr={Client.lr}", f"client.steps={Client.steps}"}
-    stated = [option for option in words.options if option not in usual]
+    stated = [option for option in case.adversary.options if option not in usual]
     rows = [
         ("model", f"{victim['name']}, {channels} × {height} × {width}, patches of {victim['patch']}"),
         ("released", f"{facts['images']['source']}, images: {facts['images']['count']}"),
         ("parameters released", str(released.get("gradients", ""))),
         ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
-        ("client, as stated", "; ".join([words.client, *stated]) if words.client is not None else ""),
+        ("client, as stated", "; ".join([case.words.client, *stated]) if case.words.client is not None else ""),
         ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
         ("defense", facts["cases"][0]["options"]["defense"]),
     ]
