@@ -30,13 +30,8 @@ from privlab.release.update_files import update_between, update_observation
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
 from privlab.runs.audit_certificate import what_released
 from privlab.runs.audits import audited_victim
-from privlab.runs.update_diagnosis import (
-    TWO_MODELS,
-    Fitted,
-    UpdateDiagnosis,
-    label_of_image,
-    share_of_weights,
-)
+from privlab.runs.client_fit import Fitted, share_of_weights
+from privlab.runs.update_diagnosis import TWO_MODELS, UpdateDiagnosis, label_of_image
 from privlab.threat import Capability, Client, Observation
 from privlab.victims import Victim, own_layout, read_state
 
