@@ -80,6 +80,12 @@ def first(names: Iterable[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
+def one_line(error: BaseException, *, kind: bool = False) -> str:
+    """Return what an error says in one line of at most 300 characters, without a full stop; with its type if asked."""
+    text = f"{type(error).__name__}: {error}" if kind else str(error)
+    return " ".join(text.split())[:300].rstrip(".:") or type(error).__name__
+
+
 def foreign_error(error: Exception, module: str) -> str:
     """Return an error of somebody else's class in one line: its kind, what it says, and the line that raised it.
 
@@ -87,7 +93,7 @@ def foreign_error(error: Exception, module: str) -> str:
         error: the error, with its traceback.
         module: the module of the class or function that was called.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    text = one_line(error, kind=True)
     places = [
         f"{Path(frame.f_code.co_filename).name}, line {line}"
         for frame, line in walk_tb(error.__traceback__)
