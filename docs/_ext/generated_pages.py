@@ -96,7 +96,7 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
 
 def api_index() -> str:
     """Return the page that lists the packages in their sections, each with its first sentence."""
-    parts = ["# Python API", "{doc}`/reference/functions` has the ten main functions, with an example each."]
+    parts = ["# Python API", "{doc}`/reference/functions` shows an example of each function that most readers need."]
     for title, rooms in SECTIONS.items():
         about = {room: cell((import_module(room).__doc__ or "").split("\n\n")[0]) for room in rooms}
         rows = (f"| [`{room}`]({room}.md) | {text} |" for room, text in about.items())
