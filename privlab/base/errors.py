@@ -11,7 +11,15 @@ _MOST_CHOICES = 24
 
 
 class PrivlabError(ValueError):
-    """A mistake in what the user asked for or handed over; its message is the one line that a user reads."""
+    """A mistake in what the user asked for or handed over; its message is the one line that a user reads.
+
+    Example:
+        >>> import privlab
+        >>> privlab.victim("cifar_vitt")
+        Traceback (most recent call last):
+            ...
+        privlab.base.errors.PrivlabError: ...
+    """
 
 
 _OTHER_NAMES = {"learning_rate": "lr", "max_grad_norm": "clip", "local_epochs": "epochs", "num_images": "images"}

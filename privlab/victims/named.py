@@ -47,7 +47,13 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Victim:
-    """A model under attack, and everything that identifies it in a record."""
+    """A model under attack, and everything that identifies it in a record.
+
+    Example:
+        >>> import privlab
+        >>> privlab.victim("cifar_vit").model.image_shape
+        (3, 32, 32)
+    """
 
     name: str
     architecture: str
