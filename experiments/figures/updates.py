@@ -28,15 +28,15 @@ from privlab.report.run import Run, load
 from privlab.report.tables.per_image import Segments
 from privlab.victims import victim
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 NOTES = ROOT / "experiments" / "notes"
 RECORDS, STUDIED, SHEET = NOTES / "updates.csv", NOTES / "updates_studied.csv", NOTES / "updates.jpg"
 
 COMMAND = "privlab attack --model cifar_vit --metrics psnr"
 """What the command of each row begins with. Its images are the 14 photographs that come with privlab."""
 
-BEGIN, END = "<!-- table on updates: python -m privlab.experiments.figures.updates write -->", "<!-- end -->"
-"""What is before and after the table in README.md."""
+HEAD = "| the client trains | `cifar_vit` | ViT-Ti | attack |"
+"""The first line of the table in README.md; a blank line ends it."""
 
 LEVEL = 0.95
 """Of the intervals."""
@@ -44,7 +44,10 @@ LEVEL = 0.95
 NOTHING = "no evidence"
 """What is said where no attack was better than the leakiest control; it is not said that nothing leaks."""
 
-_COLUMNS = 4
+UNKNOWN = "–"
+"""What is said where nothing was measured."""
+
+_COLUMNS = 3
 """The number of pairs in a line of the sheet."""
 
 
@@ -56,20 +59,25 @@ _SHEET_TEXT = (
     "PSNR is the median.*"
 )
 _TABLE_TEXT = """\
-Exact: every grey level is right. Otherwise the cell has the mean PSNR and its 95 % interval, in which an exact image
-counts as 100 dB. `cifar_vit` has 14 photographs that come with privlab, some of them crops of one scene; the command of
-the row repeats them. ViT-Ti was trained on ImageNet; the study that is named has its photographs, its settings and its
-command. N is the number of patches, D the width of the model: 144 and 128 where N > D.
+Exact: every grey level is right. The other figures are the mean PSNR and its 95 % interval, in which an exact image
+counts as 100 dB. Unless a row says otherwise, the client takes one step of SGD on one image.
 
-**No evidence** means that the attack was not shown to be better than the leakiest control, an image that no attack
-made. Other attacks may find more: it is no evidence of privacy. PSNR does not see everything either: an image of which
-some patches are exact and others are noise may score as a control does. `privlab attack` asks for 20 images before it
-says that one leaks which is not exact, so that its verdict is more careful than the table.
+- `cifar_vit`: 14 photographs that come with privlab, some of them crops of one scene (10 of Adam). The
+  command of a row repeats it. The model's width is D = 128; there are N = 144 patches where N > D, else at most 64.
+- ViT-Ti was trained on ImageNet. The study that is named has its photographs, settings and command. "–" was not
+  measured.
+- No attack in privlab reads two steps on batches. `patch-gradient`, which takes the update for the gradient of one
+  image, is forced to run.
+- **No evidence**: the attack was not shown to be better than the leakiest control, an image that no attack made. Other
+  attacks may find more. PSNR does not see everything either: with secure aggregation parts of the photograph are
+  visible in the picture above. `privlab attack` asks for 20 images before it says that one leaks which is not exact.
+- Adam and AdamW are the same without weight decay, as here.
+- DP-SGD has a noise multiplier of 1: ε ≤ 4.73 for whether an image was used (δ = 10⁻⁵, one release).
+- MixUp (shares of 0.7 and 0.3) and CutMix (a quarter of the image) mix each photograph with the next one, and their
+  labels in the same shares. What comes back is the mixed image. One that MixUp made has no grey levels, so that none
+  counts as exact.
 
-DP-SGD with a noise multiplier of 1 has ε ≤ 4.73 for whether an image was used (δ = 10⁻⁵, one release). MixUp (shares of
-0.7 and 0.3) and CutMix (a quarter of the image) mix each photograph with the next one, and their labels in the same
-shares; what comes back is the mixed image. `python -m privlab.experiments.figures.updates measure FOLDER` makes the npz
-files, and repeats all rows."""
+`python -m privlab.experiments.figures.updates measure FOLDER` makes the npz files, and repeats all rows."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,14 @@ class Row:
         trains: the same in words, for the table.
         options: what follows `COMMAND`.
         short: whether README.md has the row.
+        is_measured: whether its command was run; a study has the row where it was not.
     """
 
     name: str
     trains: str
     options: str
     short: bool = True
+    is_measured: bool = True
 
 
 ROWS = (
@@ -94,17 +104,17 @@ ROWS = (
     Row("sgd-20", "SGD, one image, 20 steps", "--client sgd --set client.steps=20 --attack patch-update"),
     Row(
         "wide",
-        "SGD, one image, 5 steps, N > D",
+        "SGD, 5 steps, N > D",
         "--img-size 48 --client sgd --set client.steps=5 --attack patch-update",
     ),
     Row(
         "bf16",
-        "SGD, one image, weights sent in bf16",
+        "SGD, weights sent in bf16",
         "--client sgd --set client.sends=weights --set client.sent_as=bf16 --attack patch-update",
     ),
     Row(
         "int8",
-        "SGD, one image, difference sent in int8",
+        "SGD, difference sent in int8",
         "--client sgd --set client.sent_as=int8 --attack patch-update",
     ),
     Row(
@@ -119,53 +129,48 @@ ROWS = (
     ),
     Row(
         "several",
-        "SGD, 4 images, two steps on batches of 2",
+        "SGD, two steps on batches of 2",
         "--client sgd --set client.images=4 --set client.batch_size=2 --attack patch-gradient --block stock --force",
     ),
     Row(
         "clients",
-        "Secure aggregation, 2 clients, 5 steps each",
+        "secure aggregation: 2 clients, 5 steps",
         "--img-size 24 --client sgd --set client.clients=2 --set client.steps=5 --attack client-unrolling",
     ),
-    Row(
-        "clients-16",
-        "the same, images of 16 patches",
-        "--img-size 16 --client sgd --set client.clients=2 --set client.steps=5 --attack client-unrolling",
-    ),
-    Row("adam", "Adam, one image, 1 step", "--client adam --set client.lr=1e-4 --attack adam-update", short=False),
-    Row("adamw", "AdamW, one image, 1 step", "--client adamw --set client.lr=1e-4 --attack adam-update"),
+    Row("adamw", "Adam, AdamW", "--client adamw --set client.lr=1e-4 --limit 10 --attack adam-update"),
     Row("head", "the head alone", "--client sgd --set client.trains=head --attack head-inversion"),
     Row(
         "frozen",
-        "all but the embedding, 1 step",
+        "all but the embedding",
         "--img-size 28 --client sgd --set client.trains=no-embedding --attack token-separation",
     ),
     Row(
         "lora-16",
-        "LoRA of rank 16, 1 step",
+        "LoRA of rank 16",
         "--client sgd --set client.trains=lora --set client.lr=0.1 --attack qkv-span",
     ),
     Row(
         "lora-64",
-        "LoRA of rank 64, 16 patches, 1 step",
+        "LoRA of rank 64, 16 patches",
         "--img-size 16 --client sgd --set client.trains=lora --set client.rank=64 --attack qkv-span",
         short=False,
     ),
     Row(
         "adapters",
-        "adapters of width 64, 16 patches, 1 step",
+        "adapters of width 64, 16 patches",
         "--img-size 16 --client sgd --set client.trains=adapters --set client.rank=64 --attack adapter-separation",
+        is_measured=False,
     ),
-    Row("mixup", "MixUp of two photographs", "--images mixup.npz --client sgd --attack patch-update"),
-    Row("cutmix", "CutMix of two photographs", "--images cutmix.npz --client sgd --attack patch-update"),
+    Row("mixup", "MixUp", "--images mixup.npz --client sgd --attack patch-update"),
+    Row("cutmix", "CutMix", "--images cutmix.npz --client sgd --attack patch-update", short=False),
     Row(
         "labels",
-        "two labels for each image, binary loss",
+        "two labels an image, binary loss",
         "--images labels.npz --client sgd --set client.loss=binary --attack patch-update",
     ),
     Row(
         "dp",
-        "DP-SGD, one image, noise multiplier 1",
+        "DP-SGD, one image, ε ≤ 4.73",
         "--client sgd --defense gradient-noise --set gradient-noise.multiplier=1 --attack patch-gradient-adaptive",
     ),
 )
@@ -178,7 +183,8 @@ def measure(folder: Path, names: Sequence[str]) -> None:
         folder: where the runs are, one for each row.
         names: the rows, in the order of their runs; all if there is none. The mixed images are made from `sgd-1`.
     """
-    for row in sorted((row for row in ROWS if row.name in names or not names), key=lambda row: row.name != "sgd-1"):
+    chosen = [row for row in ROWS if (row.name in names if names else row.is_measured)]
+    for row in sorted(chosen, key=lambda row: row.name != "sgd-1"):
         if ".npz" in row.options:
             write_mixed(load(folder / "sgd-1").images(), folder)
         words = shlex.split(COMMAND.removeprefix("privlab "))
@@ -215,10 +221,10 @@ def to_bytes(images: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
 
 def collect(folder: Path) -> None:
     """Keep the records of all runs in a folder, and draw the sheet."""
-    runs = {row.name: load(folder / row.name) for row in ROWS if (folder / row.name / "run.json").is_file()}
+    runs = {row.name: load(folder / row.name) for row in ROWS if row.is_measured}
     records = pd.concat([records_of(name, run) for name, run in runs.items()], ignore_index=True)
     records.to_csv(RECORDS, index=False, float_format="%.2f")
-    sheet(runs, read_records()).savefig(SHEET, dpi=110, pil_kwargs={"quality": 80})
+    sheet(runs, read_records()).savefig(SHEET, dpi=105, pil_kwargs={"quality": 68, "optimize": True})
 
 
 def records_of(name: str, run: Run) -> pd.DataFrame:
@@ -253,7 +259,6 @@ class Result:
         exact: on how many of them every grey level is right.
         mean: PSNR in dB, in which an exact image counts as 100; `low` and `high` are the ends of its 95 % interval.
         above_control: whether the attack is shown to be better than the leakiest control.
-        attack: its name.
     """
 
     images: int
@@ -262,15 +267,15 @@ class Result:
     low: float
     high: float
     above_control: bool
-    attack: str
 
     def __str__(self) -> str:
         """Return it in words."""
-        if self.exact:
+        if self.exact == self.images:
             return f"{self.exact} of {self.images} exact"
-        if not self.above_control:
-            return f"no evidence ({self.mean:.1f} dB)"
-        return f"{self.mean:.1f} dB [{self.low:.1f}, {self.high:.1f}]"
+        if not self.above_control and not self.exact:
+            return f"{NOTHING} ({self.mean:.1f} dB)"
+        interval = f"{self.mean:.1f} dB [{self.low:.1f}, {self.high:.1f}]"
+        return f"{self.exact} of {self.images} exact; {interval}" if self.exact else interval
 
 
 def result_of(records: pd.DataFrame) -> Result:
@@ -280,7 +285,7 @@ def result_of(records: pd.DataFrame) -> Result:
     (low,), (high,) = mean_interval(Segments.of(psnr, one_group), LEVEL)
     (least_gain,), _ = mean_interval(Segments.of(psnr - records.control.to_numpy(), one_group), LEVEL)
     exact = int((records.levels_wrong == 0).sum())
-    return Result(len(psnr), exact, psnr.mean(), low, high, bool(least_gain > 0), records.attack.iloc[0])
+    return Result(len(psnr), exact, psnr.mean(), low, high, bool(least_gain > 0))
 
 
 def measured() -> dict[str, Result]:
@@ -294,16 +299,16 @@ def studied() -> pd.DataFrame:
 
 
 def sheet(runs: Mapping[str, Run], records: pd.DataFrame) -> Figure:
-    """Return a private image and its reconstruction for each row of the README: the image whose PSNR is the median."""
-    results, shown = measured(), [row for row in ROWS if row.name in runs and row.short]
+    """Return a private image and what came back of it for each row that was measured: of median PSNR."""
+    results, shown = measured(), [row for row in ROWS if row.is_measured]
     lines = -(-len(shown) // _COLUMNS)
     with figure_style():
-        figure = Figure(figsize=(10, 1.75 * lines), layout="constrained")
+        figure = Figure(figsize=(7.5, 1.75 * lines), layout="constrained")
         for place, row in enumerate(shown):
             scores = records[records.row == row.name].psnr.to_numpy()
             median = int(np.argsort(scores, kind="stable")[(len(scores) - 1) // 2])
-            names = ("private", results[row.name].attack)
-            private, found = (runs[row.name].images(name)[median] for name in names)  # 3 × h × w
+            private = runs[row.name].images()[median]  # 3 × h × w
+            found = runs[row.name].images(attack_of(row))[median]
             gap = torch.ones(3, private.shape[1], private.shape[2] // 12)
             axes = figure.add_subplot(lines, _COLUMNS, place + 1, xticks=[], yticks=[])
             axes.imshow(torch.cat((private, gap, found), 2).permute(1, 2, 0), interpolation="nearest")
@@ -315,33 +320,41 @@ def sheet(runs: Mapping[str, Run], records: pd.DataFrame) -> Figure:
 
 def short_table() -> str:
     """Return the table of README.md; ways of which no attack has found anything share its last line."""
-    results, studies = measured(), studied()
     lines, hidden = [], []
     for row in ROWS:
         if not row.short:
             continue
-        small = results[row.name]
-        large = studies.found.get(row.name, "–")
-        if str(small).startswith(NOTHING) and large.startswith((NOTHING, "–")):
+        small, large, attack = cells_of(row)
+        if {small.partition(" (")[0], large.partition(" (")[0]} <= {NOTHING, UNKNOWN}:
             hidden.append(row.trains)
         else:
-            lines.append(f"| {row.trains} | {small} | {large} | `{small.attack}` |")
-    head = ("| the client trains | `cifar_vit` | ViT-Ti | attack |", "|---|---|---|---|")
-    return "\n".join((*head, *lines, f"| {'; '.join(hidden)} | {NOTHING} | {NOTHING} | |"))
+            exact_alone = small.partition(";")[0]
+            lines.append(f"| {row.trains} | {exact_alone} | {large} | `{attack}` |")
+    return "\n".join((HEAD, "|---|---|---|---|", *lines, f"| {'; '.join(hidden)} | {NOTHING} | {NOTHING} | |"))
 
 
 def long_table() -> str:
     """Return the table of the site, in which each row has its command."""
-    results, studies = measured(), studied()
-    lines = []
+    studies, lines = studied(), []
     for row in ROWS:
-        small, large = results[row.name], "–"
+        small, large, attack = cells_of(row)
         if row.name in studies.index:
             study = studies.loc[row.name]
-            large = f"{study.found}; {study.images} images, {study.pixels} pixels ({{doc}}`/studies/{study.page}`)"
-        lines.append(f"| {row.trains} | {small} | {large} | `{small.attack}` | `{row.options}` |")
+            large += f"; {study.images} images, {study.pixels} pixels ({{doc}}`study </studies/{study.page}>`)"
+        lines.append(f"| {row.trains} | {small} | {large} | `{attack}` | `{row.options}` |")
     head = (f"| the client trains | `cifar_vit` | ViT-Ti | attack | `{COMMAND}` … |", "|---|---|---|---|---|")
     return "\n".join((*head, *lines))
+
+
+def cells_of(row: Row) -> tuple[str, str, str]:
+    """Return what came back on `cifar_vit` and on ViT-Ti, and the name of the attack."""
+    small = str(measured()[row.name]) if row.is_measured else UNKNOWN
+    return small, studied().found.get(row.name, UNKNOWN), attack_of(row)
+
+
+def attack_of(row: Row) -> str:
+    """Return the attack that the command of a row names."""
+    return row.options.partition("--attack ")[2].split()[0]
 
 
 def page() -> str:
@@ -357,10 +370,10 @@ def write() -> None:
 
 
 def with_table(readme: str) -> str:
-    """Return the text of README.md with the short table between its marks."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{short_table()}\n{END}{after}"
+    """Return the text of README.md with the short table in the place of the one that it has."""
+    before, _, rest = readme.partition(HEAD)
+    _, _, after = rest.partition("\n\n")
+    return f"{before}{short_table()}\n\n{after}"
 
 
 if __name__ == "__main__":
