@@ -59,11 +59,12 @@ _SHEET_TEXT = (
     "PSNR is the median.*"
 )
 _TABLE_TEXT = """\
-Exact: every grey level is right. The other figures are the mean PSNR and its 95 % interval, in which an exact image
-counts as 100 dB. Unless a row says otherwise, the client takes one step of SGD on one image.
+Exact: every grey level is right. The other figures are the mean PSNR and its 95 % interval. Unless a row says
+otherwise, the client takes one step of SGD on one image.
 
-- `cifar_vit`: 14 photographs that come with privlab, some of them crops of one scene (10 of Adam). The
-  command of a row repeats it. The model's width is D = 128; there are N = 144 patches where N > D, else at most 64.
+- `cifar_vit`: 14 photographs that come with privlab, some of them crops of one scene (10 of Adam). The command of a
+  row repeats it. The width is D = 128; there are N = 144 patches where N > D, else at most 64. An exact image counts
+  as 100 dB, and intervals are Student's.
 - ViT-Ti was trained on ImageNet. The study that is named has its photographs, settings and command. "–" was not
   measured.
 - No attack in privlab reads two steps on batches. `patch-gradient`, which takes the update for the gradient of one
@@ -71,13 +72,16 @@ counts as 100 dB. Unless a row says otherwise, the client takes one step of SGD 
 - **No evidence**: the attack was not shown to be better than the leakiest control, an image that no attack made. Other
   attacks may find more. PSNR does not see everything either: with secure aggregation parts of the photograph are
   visible in the picture above. `privlab attack` asks for 20 images before it says that one leaks which is not exact.
+- Secure aggregation has two clients of one image on `cifar_vit`, and four on ViT-Ti.
 - Adam and AdamW are the same without weight decay, as here.
-- DP-SGD has a noise multiplier of 1: ε ≤ 4.73 for whether an image was used (δ = 10⁻⁵, one release).
+- DP-SGD has a noise multiplier of 1: ε ≤ 4.73 for whether an image was used (δ = 10⁻⁵, one release). On ViT-Ti the
+  gradient of the step was attacked.
 - MixUp (shares of 0.7 and 0.3) and CutMix (a quarter of the image) mix each photograph with the next one, and their
   labels in the same shares. What comes back is the mixed image. One that MixUp made has no grey levels, so that none
   counts as exact.
 
-`python -m privlab.experiments.figures.updates measure FOLDER` makes the npz files, and repeats all rows."""
+`python -m privlab.experiments.figures.updates measure FOLDER` makes the npz files, and runs the commands of all
+rows that have a figure of `cifar_vit`."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ ROWS = (
     ),
     Row(
         "clients",
-        "secure aggregation: 2 clients, 5 steps",
+        "secure aggregation, 5 steps each",
         "--img-size 24 --client sgd --set client.clients=2 --set client.steps=5 --attack client-unrolling",
     ),
     Row("adamw", "Adam, AdamW", "--client adamw --set client.lr=1e-4 --limit 10 --attack adam-update"),
