@@ -14,6 +14,7 @@ import privlab
 from privlab.benchmark import entries, site_files
 from privlab.cli import cli
 from privlab.cli.common import EXAMPLES
+from privlab.experiments.figures import updates
 from privlab.inventory.explain import Explanation, explain, known
 from privlab.inventory.texts import docstrings, references
 from privlab.report.flag_meanings import FLAG_MEANINGS
@@ -85,6 +86,7 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
     yield "references.md", bibliography()
     yield "references.bib", "\n\n".join(entry.bibtex for entry in references().values()) + "\n"
     yield "not-run.md", left_out(source)
+    yield "updates.inc", updates.page()
     yield from benchmark()
     yield "commands/index.md", group_page()
     for name, command in cli.commands.items():

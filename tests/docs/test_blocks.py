@@ -102,7 +102,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     model.zero_grad()
 
     def train(trained: torch.nn.Module) -> None:
-        """Make a client's round of five steps of SGD on one image, as the README's command says."""
+        """Make a client's round of five steps of SGD on one image, as the commands of the pages say."""
         optimiser = torch.optim.SGD(trained.parameters(), lr=0.01)
         for _ in range(5):
             optimiser.zero_grad()
