@@ -1,7 +1,7 @@
 """The process that runs a plug-in: it forks for every call, so that no call sees what another one left behind.
 
 It is started by `privlab.testing.plugin_process`, reads calls from standard input, and writes answers to standard
-output. It never imports the plug-in itself: each forked process does, with its own limits.
+output. It never imports the plug-in itself: each forked process does, with its own limits, and confined.
 """
 
 import json
@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +26,7 @@ from safetensors.torch import save
 from torch import Generator, Tensor
 
 from privlab.base import foreign_error
+from privlab.testing.confined import confine
 from privlab.threat import AttackDeclarations, DefenseDeclarations, Draws
 
 MODULE = "privlab_benchmark_entry"
@@ -48,6 +48,15 @@ DECLARED = frozenset(
 
 LENGTH = struct.Struct(">Q")
 """How the length of a message is written before it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the process runs: the source of a plug-in, the limits of a call, and the paths that it may read."""
+
+    source: str
+    limits: Mapping[str, float]
+    readable: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -98,18 +107,25 @@ _KINDS: Mapping[str, Any] = {"tuple": tuple, "list": list, "set": frozenset | se
 
 
 def serve() -> None:
-    """Answer calls until standard input ends. The first message has the source and the limits."""
+    """Answer calls until standard input ends. The first message is a `Task`."""
     receive, reply = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):  # what a plug-in prints, and what it reads, is nothing
-        os.dup2(nothing, standard)
+    _silence()
     torch.set_num_threads(1)
+    torch.backends.cpu.get_cpu_capability()  # torch reads of what kind the processor is, which calls cannot
     first = _read(receive)
     if first is None:
         return
-    source, limits = pickle.loads(first)
+    task = pickle.loads(first)
     while (call := _read(receive)) is not None:
-        _write(reply, _answered(source, limits, call, (receive, reply)))
+        _write(reply, _answered(task, call, (receive, reply)))
+
+
+def _silence() -> None:
+    """Make what is printed, and what is read from standard input, nothing."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    os.close(nothing)
 
 
 def _read(pipe: int) -> bytes | None:
@@ -135,7 +151,7 @@ def _write(pipe: int, message: bytes) -> None:
         view = view[os.write(pipe, view) :]
 
 
-def _answered(source: str, limits: Mapping[str, float], call: bytes, ours: tuple[int, int]) -> bytes:
+def _answered(task: Task, call: bytes, ours: tuple[int, int]) -> bytes:
     """Return the answer to a call, which a forked process gives within the limits."""
     reader, writer = os.pipe()
     forked = os.fork()
@@ -144,12 +160,13 @@ def _answered(source: str, limits: Mapping[str, float], call: bytes, ours: tuple
             os.setsid()
             for pipe in (*ours, reader):
                 os.close(pipe)
-            _limit(limits)
-            _send(writer, *_called(source, call))
+            _silence()  # by files that no other call shares: their flags would be a memory
+            _send(writer, *_called(task, call))
         finally:
             os._exit(0)
     os.close(writer)
-    until, most, answer, problem = time.monotonic() + limits["seconds"], int(limits["answer"]), bytearray(), ""
+    limits, answer, problem = task.limits, bytearray(), ""
+    until, most = time.monotonic() + limits["seconds"], int(limits["answer"])
     while True:
         ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))
         if not ready:
@@ -178,10 +195,8 @@ def _limit(limits: Mapping[str, float]) -> None:
     """Limit the memory, the time, the files and the processes of this process."""
     import resource
 
-    pages = Path("/proc/self/statm")
-    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
     wanted = {
-        "RLIMIT_AS": used + int(limits["memory"]),
+        "RLIMIT_AS": _address_space() + int(limits["memory"]),
         "RLIMIT_CPU": int(limits["seconds"]) + 1,
         "RLIMIT_FSIZE": 0,
         "RLIMIT_CORE": 0,
@@ -191,6 +206,29 @@ def _limit(limits: Mapping[str, float]) -> None:
     for name, most in wanted.items():
         with suppress(AttributeError, ValueError, OSError):  # a system may lack one
             resource.setrlimit(getattr(resource, name), (most, most))
+
+
+def _address_space() -> int:
+    """Return the size of this process in bytes, up to 1 MiB: the smallest limit under which it gets another page.
+
+    Linux states it in /proc, which would also show other processes, and is therefore not there.
+    """
+    import mmap
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    fails, works = 0, 1 << 47
+    while works - fails > 1 << 20:
+        middle = (fails + works) // 2
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (middle, before[1]))
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            works = middle
+        except (OSError, MemoryError):
+            fails = middle
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+    return works
 
 
 def _send(writer: int, answer: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401
@@ -204,15 +242,17 @@ def _message(answer: Any, tensors: dict[str, Tensor]) -> bytes:  # noqa: ANN401
     return LENGTH.pack(len(text)) + text + save(tensors)
 
 
-def _called(source: str, call: bytes) -> tuple[Any, dict[str, Tensor]]:
-    """Import the plug-in and do what is asked; return the answer as JSON, and its tensors."""
+def _called(task: Task, call: bytes) -> tuple[Any, dict[str, Tensor]]:
+    """Import the plug-in in what is left of this process, do what is asked, and return JSON and its tensors."""
     tensors: dict[str, Tensor] = {}
     for seed in (torch.seed, random.seed, np.random.seed):  # what draws from these is not the same twice
         seed()
     try:
+        _limit(task.limits)
+        confine(task.readable)
         module = ModuleType(MODULE)
         sys.modules[MODULE] = module
-        exec(compile(source, "plug-in.py", "exec"), vars(module))  # this process exists for it
+        exec(compile(task.source, "plug-in.py", "exec"), vars(module))  # this process exists for it
         what, *given = pickle.loads(call)
         found = _described(module) if what == "describe" else _called_of(module, what, *given)
         return {"done": encode(found, tensors)}, tensors

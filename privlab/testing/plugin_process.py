@@ -6,6 +6,7 @@ attack, a metric or a score. What it answers is read as JSON and safetensors, an
 make the same calls: float64 with the precision of float32, and seeds in place of generators.
 """
 
+import importlib.util
 import io
 import json
 import pickle
@@ -26,7 +27,8 @@ from safetensors.torch import load
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.testing.plugin_child import DECLARED, LENGTH, METHODS, MODULE, Seeds
+from privlab.testing.confined import has_seccomp, landlock_version
+from privlab.testing.plugin_child import DECLARED, LENGTH, METHODS, MODULE, Seeds, Task
 from privlab.threat import Capability, Draws, Effects, Feed, Guarantee, Reconstruction, Sent, defense_declarations
 
 _OBJECTS = {each.__name__: each for each in (Feed, Sent, Reconstruction, Effects, Guarantee)}
@@ -37,6 +39,9 @@ _TEXT = 1 << 20
 
 _NAME = 500
 """The most characters of a name."""
+
+_DEVICES = ("/dev/null", "/dev/urandom")
+"""The devices that may be read."""
 
 _STARTING = 120.0
 """Seconds that the process may take for its start, besides those of a call."""
@@ -54,9 +59,20 @@ class Limits:
 @cache
 def confinement() -> str:
     """Return in a clause how the process of a plug-in is confined on this system, besides its limits."""
-    if _bubblewrap() is None:
-        return "not confined: bubblewrap (bwrap) does not work here, so that the network and files are open to it"
-    return "confined by bubblewrap: no network, no files but Python's"
+    works = {
+        "bubblewrap": _bubblewrap() is not None,
+        "Landlock": landlock_version() > 0,
+        "seccomp": has_seccomp(),
+    }
+    by = " and ".join(name for name, found in works.items() if found)
+    if not by:
+        return "not confined: files, the network and other processes are open to it. Install bubblewrap (bwrap)"
+    files = works["bubblewrap"] or works["Landlock"]
+    others = works["bubblewrap"] or works["seccomp"]
+    return (
+        f"confined by {by}: {'no files but those of Python and the system' if files else 'YOUR FILES ARE OPEN TO IT'}, "
+        f"{'no network, no other processes' if others else 'THE NETWORK AND OTHER PROCESSES ARE OPEN TO IT'}"
+    )
 
 
 @cache
@@ -70,22 +86,33 @@ def _bubblewrap() -> str | None:
     return found if tried.returncode == 0 else None
 
 
+@cache
+def _readable() -> tuple[str, ...]:
+    """Return what the process of a plug-in may read: the system's programs, Python, and where packages are.
+
+    It is not all of `sys.path`, which begins with the folder where Python was started.
+    """
+    package = Path(__file__).parents[1]
+    own = [package, *(linked.resolve() for linked in package.iterdir() if linked.is_symlink())]
+    needed = [importlib.util.find_spec(name) for name in ("torch", "timm", "numpy", "safetensors")]
+    installed = [Path(spec.origin).parents[1] for spec in needed if spec is not None and spec.origin is not None]
+    system = map(Path, ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"))
+    return tuple(sorted({str(path) for path in (*system, Path(sys.prefix), Path(sys.base_prefix), *own, *installed)}))
+
+
 def _command() -> list[str]:
     """Return the command of the process: Python without the user's settings, in bubblewrap where that works."""
-    path = [each for each in sys.path if each and Path(each).exists()]
+    path = [entry for entry in sys.path if entry and Path(entry).exists()]
     # without a temporary directory, libraries may still ask for its name
     code = "import sys, json, tempfile; tempfile.tempdir = '/tmp'; sys.path[:] = json.loads(sys.argv[1])"
     serve = "from privlab.testing.plugin_child import serve; serve()"
     python = [sys.executable, "-I", "-c", f"{code}; {serve}", json.dumps(path)]
     if (bubblewrap := _bubblewrap()) is None:
         return python
-    package = Path(__file__).parents[1]
-    own = [package, *(each.resolve() for each in package.iterdir() if each.is_symlink())]
-    installed = [Path(each) for each in path if Path(each) != package.parent]
-    system = [Path(each) for each in ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")]
-    visible = sorted({*system, Path(sys.prefix), Path(sys.base_prefix), *own, *installed})
-    binds = [word for place in visible for word in ("--ro-bind-try", str(place), str(place))]
-    confined = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--proc", "/proc"]
+    binds = [word for place in _readable() for word in ("--ro-bind-try", place, place)]
+    # of /proc only what torch chooses its kernels by: it would show the other processes, and how many calls there were
+    binds += ["--ro-bind-try", "/proc/cpuinfo", "/proc/cpuinfo"]
+    confined = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     empty = ["--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
     return [bubblewrap, *confined, *binds, *empty, *python]
 
@@ -165,7 +192,7 @@ class Plugin:
                 start_new_session=True,
                 bufsize=0,
             )
-            message = _pickled((self.source, asdict(self.limits)))
+            message = _pickled(Task(self.source, asdict(self.limits), (*_readable(), *_DEVICES)))
             assert self._process.stdin is not None
             self._process.stdin.write(LENGTH.pack(len(message)) + message)
         return self._process

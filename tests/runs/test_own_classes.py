@@ -12,11 +12,12 @@ import torch
 from torch import Generator, Tensor
 
 import privlab
-from privlab.attacks import PatchGradient
+from privlab.attacks import PatchGradient, attacks
 from privlab.base import PrivlabError
-from privlab.defenses import GradientNoise
+from privlab.defenses import GradientNoise, defenses
 from privlab.evaluation import completed
 from privlab.grids import Engine, specify
+from privlab.grids.specify import _parts
 from privlab.release import effects_of
 from privlab.runs import execute
 from privlab.threat import Attack, Feed, GradientDefense
@@ -224,6 +225,14 @@ def test_a_defense_may_look_for_any_parameter_by_its_name() -> None:
 def test_mistakes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PrivlabError, match=message):
         privlab.attack("vit_ti", **options, **TINY)
+
+
+@pytest.mark.parametrize(("kind", "known"), [("attack", attacks()), ("defense", defenses())])
+def test_an_instance_of_each_installed_class_is_taken(kind: str, known: Mapping[str, type[Any]]) -> None:
+    for name, of_package in known.items():
+        (part,) = _parts([of_package()], kind, known)
+        assert not isinstance(part, str)
+        assert part.name == name
 
 
 def test_a_name_that_is_taken() -> None:
