@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 import privlab
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, sha256_of
 from privlab.defenses import Jigsaw
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.case import (
@@ -23,7 +23,7 @@ from privlab.evaluation.case import (
     shuffles,
 )
 from privlab.evaluation.names import GEOMETRIES, check_names
-from privlab.images import NamedImage, as_text, one_line
+from privlab.images import NamedImage, as_text
 from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
 from privlab.release import kinds_of
@@ -264,7 +264,4 @@ _LATER = {"clients": 1, "class_weights": None, "pos_weight": None, "gamma": 2.0,
 
 
 def _digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise PrivlabError(f"Cannot read the labels '{path}': {one_line(error)}.") from None
+    return sha256_of(path)[:16]

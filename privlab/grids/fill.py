@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from privlab.base import PrivlabError, commit, hardware, pick_device, versions
+from privlab.base import PrivlabError, commit, hardware, pick_device, read_text, versions
 from privlab.grids.definition import Experiment
 from privlab.grids.engine import Engine
 from privlab.grids.engines import run_tasks
@@ -116,7 +116,7 @@ def fill(
 def _check_same_images(path: Path, manifests: Mapping[str, str]) -> None:
     """Refuse other images than those of the earlier run, where no name of a source says that they differ."""
     for name, text in manifests.items():
-        if (file := path / name).is_file() and file.read_text("utf-8").splitlines() != text.splitlines():
+        if (file := path / name).is_file() and read_text(file, "manifest").splitlines() != text.splitlines():
             raise PrivlabError(
                 f"'{path}' holds a run on other images. Overwrite it (overwrite=True) or give another directory."
             )
