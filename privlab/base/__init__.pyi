@@ -44,11 +44,13 @@ from .precision import gradients_enabled as gradients_enabled
 from .precision import int8_step as int8_step
 from .precision import to_int8 as to_int8
 from .precision import without_tf32 as without_tf32
+from .reading import Unreadable as Unreadable
 from .reading import check_archive as check_archive
 from .reading import check_file as check_file
 from .reading import most_unpacked as most_unpacked
 from .reading import open_file as open_file
 from .reading import parse_json as parse_json
+from .reading import parse_object as parse_object
 from .reading import parse_toml as parse_toml
 from .reading import read_bytes as read_bytes
 from .reading import read_json as read_json

@@ -27,6 +27,12 @@ _UNPACKED_BYTES = 2**30
 _RATIO = 16
 
 
+class Unreadable(PrivlabError):
+    """A file that cannot be read; `reason` says why, without its path."""
+
+    reason = ""
+
+
 def open_file(path: Path, what: str, most: int | None = None) -> BufferedReader:
     """Open a regular file to read its bytes.
 
@@ -51,7 +57,8 @@ def open_file(path: Path, what: str, most: int | None = None) -> BufferedReader:
         raise _unreadable(path, what, "it is a folder")
     if not stat.S_ISREG(status.st_mode):
         raise _unreadable(path, what, "it is not a regular file")
-    raise _unreadable(path, what, f"it has {status.st_size / 2**20:.0f} MiB, and at most {most} bytes are read")
+    found, allowed = (size / 2**20 for size in (status.st_size, most or 0))
+    raise _unreadable(path, what, f"it has {found:.0f} MiB, and at most {allowed:.0f} MiB are read")
 
 
 def check_file(path: Path, what: str) -> int:
@@ -98,9 +105,11 @@ def read_text(path: Path, what: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _unreadable(path: Path, what: str, error: object) -> PrivlabError:
-    reason = getattr(error, "strerror", None) or error
-    return PrivlabError(f"Cannot read the {what} '{path}': {reason}.")
+def _unreadable(path: Path, what: str, error: object) -> Unreadable:
+    reason = str(getattr(error, "strerror", None) or error)
+    found = Unreadable(f"Cannot read the {what} '{path}': {reason}.")
+    found.reason = reason
+    return found
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -157,9 +166,18 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     Raises:
         PrivlabError: if it cannot be read, or holds no JSON, or something else than an object.
     """
-    value = parse_json(read_bytes(path, what), f"'{path}'")
+    return parse_object(read_bytes(path, what), f"'{path}'")
+
+
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the object that a text in JSON holds.
+
+    Raises:
+        PrivlabError: if it is none, or is nested too deeply; the message begins with `where`.
+    """
+    value = parse_json(text, where)
     if not isinstance(value, dict):
-        raise PrivlabError(f"'{path}' must hold an object in JSON. Found {type(value).__name__}.")
+        raise PrivlabError(f"{where} must hold an object in JSON. Found {type(value).__name__}.")
     return value
 
 

@@ -13,8 +13,9 @@ from jinja2 import Environment, StrictUndefined
 
 from privlab.base import first, write_whole
 from privlab.benchmark.cards import UNDEFENDED, Card, file_name
+from privlab.benchmark.form import Judged
 from privlab.benchmark.results import Result
-from privlab.benchmark.rule import FEW, LEVEL, Judged, highest, shown_images, standings
+from privlab.benchmark.rule import FEW, LEVEL, highest, shown_images, standings
 from privlab.benchmark.standing import Standing
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
 from privlab.evaluation import CONTROL
@@ -253,10 +254,9 @@ def pictures_of(row: Standing) -> list[dict[str, Any]]:
     """
     of, kept = track(row.track), list[dict[str, Any]]()
     for result in _results(row):
-        theirs = result.data.get("pictures", {})
-        theirs = theirs.get(row.name, {}) if result.card.kind == "attack" else theirs
+        theirs = result.pictures.get(row.name, {})
         shown = [{**each, "what": what} for what, each in theirs.items()]
-        kept += [each for each in shown if all(str(each[name]).startswith(_PNG) for name in ("private", "made"))]
+        kept += [each for each in shown if all(each[name].startswith(_PNG) for name in ("private", "made"))]
     if not kept:
         return []
     records = pd.concat([result.rows_on(row.name) for result in _results(row)], ignore_index=True)

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
 import pandas as pd
+import pyarrow as pa
 
-from privlab.base import PrivlabError, first, one_line, read_text, warn, write_whole
+from privlab.base import PrivlabError, first, one_line, parse_json, read_bytes, read_text, warn, write_whole
 from privlab.benchmark.cards import Card, parse_card, read_card
+from privlab.benchmark.form import Contents, Infinite, Judged, Picture, check_form
 from privlab.benchmark.standing import PACKAGE, result_texts
 from privlab.benchmark.tracks import TRACKS, VERSION, track
-
-if TYPE_CHECKING:
-    from privlab.benchmark.rule import Judged
+from privlab.evaluation import COLUMNS, IDENTITY
 
 FORMAT = 1
 """The version of the format of result files."""
@@ -29,34 +29,16 @@ FORMAT = 1
 _DECIMALS = 3
 """How many decimals of a score a result file keeps."""
 
-_INFINITE = ("inf", "-inf")
-"""How JSON has infinite scores."""
+_INFINITE = get_args(Infinite)
 
 _COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
 """How JSON is written."""
 
-MOST_ROWS = 1_000_000
-"""The most rows of a result that are read; the largest of the package has 10,432."""
-
-MOST_COLUMNS = 100
-"""The most columns of a result that are read."""
-
-_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("track", "versions", "judged", "rows", "signature", "pictures"), dict),
-    **dict.fromkeys(("photographs", "admission"), list),
-    "card": str,
-    "plugin": (str, type(None)),
-    "public_sha256": (str, type(None)),
-    "draws": int,
-    "utility": (int, float, type(None)),
-    "seconds": (int, float),
-}
-"""The types of the fields of a result."""
-
-_NEEDED = (
-    *("format", "track", "created", "card", "plugin", "versions", "photographs", "admission", "judged"),
-    *("rows", "signature"),
+_COLUMNS = (
+    *("case", *IDENTITY, "victim", "weights", "effort", "geometry", "image", "image_sha256", "status", "reason"),
+    *("beyond_range", "batch", "batch_images"),
 )
+"""The columns that the rows of every result have; scores depend on the track."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +56,24 @@ class Result:
     @cached_property
     def rows(self) -> pd.DataFrame:
         """Return the records, read once: not to be written to."""
-        return from_rows(self.data["rows"])
+        rows = from_rows(self.data["rows"])
+        if missing := [name for name in _COLUMNS if name not in rows]:
+            raise PrivlabError(f"'{self.path}' has rows without {first(missing)}. Submit the entry again.")
+        return rows
 
-    @property
-    def judged(self) -> "Mapping[str, Judged]":
+    @cached_property
+    def judged(self) -> Mapping[str, Judged]:
         """Return what the file concludes, by the entries of the defenses: its own, or those that its attack ran on."""
-        judged = self.data["judged"]
-        return judged if self.card.kind == "attack" else {self.card.name: judged}
+        return check_form(self._by_entry("judged"), dict[str, Judged], self.path)
+
+    @cached_property
+    def pictures(self) -> Mapping[str, Mapping[str, Picture]]:
+        """Return the pictures that the file shows, by the entries of the defenses, and by "median" and "worst"."""
+        return check_form(self._by_entry("pictures"), dict[str, dict[str, Picture]], self.path)
+
+    def _by_entry(self, field: str) -> dict[str, Any]:
+        found = self.data.get(field, {})
+        return found if self.card.kind == "attack" else {self.card.name: found}
 
     def rows_on(self, entry: str) -> pd.DataFrame:
         """Return the rows of a defense's entry."""
@@ -124,17 +117,20 @@ def plain(value: Any) -> Any:  # noqa: ANN401
 
 def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
     """Return the records that `to_rows` wrote."""
-    _check_rows(given)
     found: dict[str, pd.Series] = {}
     for name, column in given["columns"].items():
+        _check_column(name, column, given["count"])
         values = column.get("each", [])
         if "all" in column:
             values = [column["all"]] * given["count"]
         elif "codes" in column:
             values = [column["of"][code] for code in column["codes"]]
-        if len(values) != given["count"]:
-            raise PrivlabError(f"The column {name} of a result has {len(values)} of {given['count']} values.")
-        if "each" in column or isinstance(column.get("all"), int | float) or column.get("all") in _INFINITE:
+        is_text = "each" not in column and isinstance(column.get("all", ""), str | None)
+        is_text = is_text and column.get("all") not in _INFINITE
+        stated = COLUMNS.field(name).type if name in COLUMNS.names else None
+        if stated is not None and set(values) != {None} and is_text != (stated == pa.string()):
+            raise PrivlabError(f"The column {name!r} of a result holds values of another type.")
+        if not is_text:
             found[name] = pd.Series([math.nan if value is None else float(value) for value in values])
         else:
             texts = pd.Series(values)
@@ -142,37 +138,15 @@ def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _check_rows(given: Any) -> None:  # noqa: ANN401
-    """Raise PrivlabError if rows do not have the form that `to_rows` writes, before memory is taken for them."""
-    if not isinstance(given, dict) or not isinstance(given.get("columns"), dict):
-        raise PrivlabError("The rows of a result must be a table with count and columns.")
-    count = given.get("count")
-    if type(count) is not int or not 0 <= count <= MOST_ROWS:
-        raise PrivlabError(f"The rows of a result must have a count from 0 to {MOST_ROWS:,}. Found {str(count)[:40]}.")
-    if len(given["columns"]) > MOST_COLUMNS:
-        raise PrivlabError(f"A result has at most {MOST_COLUMNS} columns. Found {len(given['columns'])}.")
-    for name, column in given["columns"].items():
-        if not _is_column(column):
-            raise PrivlabError(f"The column {name[:60]} of a result is not all, each, or of with codes.")
-
-
-def _is_column(column: Any) -> bool:  # noqa: ANN401
-    if not isinstance(column, dict):
-        return False
-    if column.keys() == {"all"}:
-        return _is_plain(column["all"])
-    if column.keys() == {"each"}:
-        return isinstance(column["each"], list) and all(
-            value is None or value in _INFINITE or (isinstance(value, int | float)) for value in column["each"]
-        )
-    if column.keys() != {"of", "codes"} or not all(isinstance(values, list) for values in column.values()):
-        return False
-    kinds = range(len(column["of"]))
-    return all(map(_is_plain, column["of"])) and all(type(code) is int and code in kinds for code in column["codes"])
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float)
+def _check_column(name: str, column: Mapping[str, Any], count: int) -> None:
+    """Raise PrivlabError if a column, whose types `Contents` states, is not one of three kinds with `count` values."""
+    kind = {*column}
+    is_coded = kind == {"of", "codes"} and max(column["codes"], default=-1) < len(column["of"])
+    if not is_coded and kind not in ({"all"}, {"each"}):
+        raise PrivlabError(f"The column {name[:60]!r} of a result is not all, each, or of with codes.")
+    values = column.get("codes", column.get("each"))
+    if values is not None and len(values) != count:
+        raise PrivlabError(f"The column {name[:60]!r} of a result has {len(values)} of {count} values.")
 
 
 def canonical(data: Mapping[str, Any]) -> bytes:
@@ -200,8 +174,8 @@ def write_result(data: Mapping[str, Any], path: Path, key: Path | None = None) -
 def _signed(text: bytes, key: Path) -> dict[str, str]:
     keys, serialization = _cryptography()
     try:
-        private: Any = serialization.load_pem_private_key(key.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
+        private: Any = serialization.load_pem_private_key(read_bytes(key, "key"), password=None)
+    except (ValueError, TypeError) as error:
         raise PrivlabError(f"Cannot read the key '{key}': {one_line(error)}.") from None
     if not isinstance(private, keys.Ed25519PrivateKey):
         raise PrivlabError(f"'{key}' is not an ed25519 key. Make one: openssl genpkey -algorithm ed25519 -out {key}.")
@@ -228,40 +202,36 @@ def read_result(path: Path) -> Result:
 
 def parse_result(text: str, path: Path) -> Result:
     """Return the result that the text of a file holds, checked as `read_result` does."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise PrivlabError(f"'{path}' is not valid JSON: {error}.") from None
-    data = data if isinstance(data, dict) else {}
+    data = parse_json(text, f"'{path}'")
+    check_form(data, Contents, path)
     _check_result(data, path)
     return Result(data, path)
 
 
 def _check_result(data: Mapping[str, Any], path: Path) -> None:
-    """Check the form, the version, the track and the signature of the contents of a file."""
-    if lacking := [name for name in _NEEDED if name not in data]:
-        raise PrivlabError(f"{path} lacks {lacking[0]}: a result file has {', '.join(_NEEDED)}.")
-    for field, types in _TYPES.items():
-        if field in data and not isinstance(data[field], types):
-            raise PrivlabError(f"{path}: {field} has the wrong type. Found {type(data[field]).__name__}.")
-    _check_rows(data["rows"])
-    name, version, sha256 = (data["track"].get(key) for key in ("name", "version", "sha256"))
+    """Check the version, the track, the signature and the columns of the contents of a file."""
+    name, version, sha256 = (data["track"][key] for key in ("name", "version", "sha256"))
     if data["format"] != FORMAT or version != VERSION or name not in TRACKS:
         raise PrivlabError(
             f"{path} has format {data['format']} and track {name} of '{version}'. This package reads format {FORMAT} "
             f"of '{VERSION}': submit it again."
         )
-    text, signature = canonical(data), data["signature"]
-    if (digest := hashlib.sha256(text).hexdigest()) != signature.get("sha256"):
+    for column_name, column in data["rows"]["columns"].items():
+        _check_column(column_name, column, data["rows"]["count"])
+    try:
+        text, signature = canonical(data), data["signature"]
+    except ValueError as error:  # NaN, infinity, or half a character
+        raise PrivlabError(f"'{path}' holds what no result does: {error}.") from None
+    if (digest := hashlib.sha256(text).hexdigest()) != signature["sha256"]:
         raise PrivlabError(
             f"{path} was edited after it was written: its contents have SHA-256 {digest[:12]}…, and its signature says "
-            f"{str(signature.get('sha256'))[:12]}…. Submit the entry again."
+            f"{signature['sha256'][:12]}…. Submit the entry again."
         )
     if "ed25519" in signature and not _verifies(signature, text):
         raise PrivlabError(f"{path}: the ed25519 signature does not match its public key. Submit the entry again.")
     if (wanted := track(name).sha256) != sha256:
         raise PrivlabError(
-            f"{path} was measured on another track '{name}' (SHA-256 {str(sha256)[:12]}…; this package's has "
+            f"{path} was measured on another track '{name}' (SHA-256 {sha256[:12]}…; this package's has "
             f"{wanted[:12]}…): submit it again."
         )
 
@@ -279,7 +249,7 @@ def _verifies(signature: Mapping[str, str], text: bytes) -> bool:
 
 
 def entries(folders: Sequence[Path] = ()) -> list[Result]:
-    """Return the results of this package and of other folders, checked.
+    """Return the results of this package and of other folders, checked; what cannot be read is left out with a warning.
 
     A result from elsewhere replaces the package's own of the same entry, with a warning.
 
@@ -287,7 +257,7 @@ def entries(folders: Sequence[Path] = ()) -> list[Result]:
         folders: each with *.json, or with results/*.json.
 
     Raises:
-        PrivlabError: if a folder does not exist, a result was edited or has another version, or an entry has two.
+        PrivlabError: if a folder does not exist, or an entry has two results from elsewhere.
     """
     found: dict[tuple[str, str], Result] = {}
     for results in (of_package(), *map(entries_of, folders)):
@@ -319,11 +289,17 @@ def _check_replaces(before: Result, result: Result) -> None:
 
 
 def entries_of(folder: Path) -> Iterator[Result]:
-    """Yield the results of one folder, in the order of their names."""
+    """Yield the results of one folder, in the order of their names; each file that cannot be read is left out."""
     if not folder.is_dir():
         raise PrivlabError(f"No folder at '{folder}'. Give one with result files.")
     for path in sorted({*folder.glob("*.json"), *folder.glob("results/*.json")}):
-        yield read_result(path)
+        try:
+            result = read_result(path)
+            _ = result.card, result.judged, result.pictures  # each is checked when it is first read
+        except PrivlabError as error:
+            warn(f"{error} It is left out.", 3)
+        else:
+            yield result
 
 
 def defense_entries(track: str, names: Sequence[str] = ()) -> list[Card]:

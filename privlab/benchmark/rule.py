@@ -9,18 +9,20 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import pandas as pd
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, warn
 from privlab.benchmark.cards import Card
+from privlab.benchmark.form import Judged, Worst
 from privlab.benchmark.results import Result, defense_entries, of_package
 from privlab.benchmark.standing import PACKAGE, Standing, concluded_rows, recognised_of_package
 from privlab.benchmark.tracks import BUNDLED, Track, photographs
 from privlab.benchmark.weights import known_by as known_by_keys
 from privlab.defenses import DEFENSES
 from privlab.evaluation import CONTROL
+from privlab.images import one_line
 from privlab.metrics import DECIBELS, EXACT_DB
 from privlab.report.tables import Facts, red_flags, sign_of
 from privlab.report.tables.case_verdicts import WORDS, verdicts_of
@@ -45,37 +47,6 @@ OF_CLASSES = ("known_by", "verdict", "flags", "knows")
 
 _APART = 0.01
 """How far two scores of the same rows may differ."""
-
-
-class Worst(TypedDict):
-    """The mean over `images` of the worst case of each, with its interval; None is not known."""
-
-    mean: float | None
-    low: float | None
-    high: float | None
-    images: int
-
-
-class Judged(TypedDict):
-    """What the records of an entry say, as the field `judged` of a result file has it.
-
-    `worst` is the worst case of each case by the track's first metric, and `leakiest` the case that leaks most, of
-    which the score is. `known_by` are the attacks that ran there and know every part of the defense, `by` the attacks
-    behind its worst case with the photographs of each, `median` and `worst_image` the hashes of two photographs there.
-    `knows` says of an attack that was run on a defense whether it knows it.
-    """
-
-    known_by: list[str]
-    worst: dict[str, Worst]
-    leakiest: str
-    by: dict[str, int]
-    verdict: str
-    why: str
-    flags: list[str]
-    images: int
-    median: str
-    worst_image: str
-    knows: NotRequired[bool]
 
 
 def score_of(judged: Judged) -> Worst:
@@ -271,10 +242,17 @@ def standings(results: Iterable[Result], *, again: bool = False) -> list[Standin
         results: those of defenses and of attacks; a defense that a new attack was run on is judged again.
         again: whether the rows that are kept of this package's entries are concluded again too.
 
-    Raises:
-        PrivlabError: if a result from elsewhere has other scores than its rows.
+    A result from elsewhere whose rows say something else, or nothing, is left out with a warning.
     """
-    given = [_as_its_rows_say(result) for result in results]
+    given: list[Result] = []
+    for result in results:
+        try:
+            given.append(_as_its_rows_say(result))
+        except PrivlabError as error:
+            warn(f"{error} It is left out.")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # whoever wrote the rows may have left out any column, or put anything into it
+            warn(f"'{result.path}' has rows from which nothing can be concluded: {one_line(error)}. It is left out.")
     kept = {} if again else {(row.track, row.name): row for row in concluded_rows()}
     rows: list[Standing] = []
     for result in given:

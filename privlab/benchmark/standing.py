@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from privlab.benchmark.form import Judged
     from privlab.benchmark.results import Result
-    from privlab.benchmark.rule import Judged
 
 PACKAGE = Path(str(files("privlab.experiments") / "benchmark"))
 """The folder of the entries that come with privlab: cards/*.toml and results/*.json, packed in results.tar.xz."""

@@ -10,7 +10,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from privlab.base import PrivlabError, plain_data
+from privlab.base import PrivlabError, parse_object, plain_data
 from privlab.cli import common as shared
 from privlab.cli import options as option
 from privlab.cli.names import CLASSIFIERS, IMAGES, PATH, POSITIVE
@@ -63,7 +63,8 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
         frame = existing(directory).frame()
     columns = ["victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"]
     if labels := case_labels(directory):
-        stated = (json.loads(each).get("case") if isinstance(each, str) else None for each in frame.conditions)
+        conditions = (each if isinstance(each, str) else "{}" for each in frame.conditions)
+        stated = (parse_object(text, "conditions of a record").get("case") for text in conditions)
         frame = frame.assign(case=[labels.get(cell, of) for cell, of in zip(frame.cell, stated, strict=True)])
         columns.insert(0, "case")
     rows = frame[columns].head(limit).to_dict("records")

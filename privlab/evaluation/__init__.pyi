@@ -37,6 +37,7 @@ from .pipeline import Strip as Strip
 from .records import COLUMNS as COLUMNS
 from .records import CONTROL as CONTROL
 from .records import CONTROLS as CONTROLS
+from .records import IDENTITY as IDENTITY
 from .records import SCHEMA as SCHEMA
 from .records import Record as Record
 from .records import Rows as Rows

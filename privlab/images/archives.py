@@ -1,6 +1,5 @@
 """Data sets in archives: arrays in npz files, such as MedMNIST's, and the tar files of WebDataset."""
 
-import json
 import re
 import tarfile
 import zipfile
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from privlab.base import PrivlabError, check_name, one_line
+from privlab.base import PrivlabError, check_name, one_line, open_file, parse_json
 from privlab.images import medical
 from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data
 from privlab.images.decode import MAX_BYTES, Target
@@ -54,7 +53,8 @@ def arrays(path: Path, split: str | None = None) -> Data:
         PrivlabError: if the file cannot be read, or has no such arrays or split.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as packed, np.load(file, allow_pickle=False) as archive:
+        with open_file(path, "archive") as file, zipfile.ZipFile(file) as packed:
+            archive = np.load(file, allow_pickle=False)
             names = list(archive.files)
             splits = {match["split"] or match["other"]: match[0] for match in map(_IMAGES.fullmatch, names) if match}
             image_name, label_name = _of_split(path, names, splits, split)
@@ -107,7 +107,7 @@ class _Member:
     size: int
 
     def read(self) -> bytes:
-        with self.tar.open("rb") as file:
+        with open_file(self.tar, "archive") as file:
             file.seek(self.offset)
             return file.read(self.size)
 
@@ -199,13 +199,13 @@ def tars(
 
 def _members(path: Path) -> Iterator[tuple[PurePosixPath, _Member]]:
     """Yield the name and the place of each file in a tar."""
+    if not path.exists():
+        raise PrivlabError(f"No file '{path}'. Give tar files, such as 'shard-{{000..003}}.tar'.")
     try:
-        with tarfile.open(path, "r:") as archive:
+        with open_file(path, "archive") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for info in archive:
                 if info.isreg() and not info.issparse():
                     yield PurePosixPath(info.name), _Member(path, info.offset_data, info.size)
-    except FileNotFoundError:
-        raise PrivlabError(f"No file '{path}'. Give tar files, such as 'shard-{{000..003}}.tar'.") from None
     except (OSError, tarfile.TarError) as error:
         raise PrivlabError(f"'{path}' cannot be read as a tar that is not packed: {one_line(error)}.") from None
 
@@ -217,8 +217,8 @@ def _label(files: Mapping[str, _Member]) -> Any:  # noqa: ANN401
         return None
     content = text.read().decode(errors="replace").strip()
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
+        value = parse_json(content, "a label")
+    except PrivlabError:
         return content or None
     if not isinstance(value, Mapping):
         return value

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import os
 import re
 import reprlib
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from privlab.base import PrivlabError, check_file, check_name, most_unpacked, one_line, unknown_name
+from privlab.base import PrivlabError, check_file, check_name, most_unpacked, one_line, parse_json, unknown_name
 from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data, Spool
 from privlab.images.sources import SPLITS
 from privlab.images.targets import plain_name, target_of
@@ -225,7 +224,7 @@ def parquet(
     items = [(content or b"", target) for content, target in zip(images.to_pylist(), targets, strict=True)]
     class_names = None
     with suppress(KeyError, TypeError, ValueError):  # as Hugging Face writes them, where they are
-        features = json.loads((table.schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = parse_json((table.schema.metadata or {})[b"huggingface"], "its schema")["info"]["features"]
         class_names = tuple(map(str, features[label_column]["names"]))
     return Data(description, items, prefix, range(len(items)), class_names, container=path, turns=targets)
 

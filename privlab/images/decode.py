@@ -5,7 +5,6 @@ A file that cannot be used does not end the run: the report says what was skippe
 
 import hashlib
 import io
-import stat
 import sys
 import threading
 import warnings
@@ -19,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
-from privlab.base import PrivlabError, PrivlabWarning, one_line, warn
+from privlab.base import PrivlabError, PrivlabWarning, Unreadable, one_line, open_file, read_bytes, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,8 +167,8 @@ def count_slices(path: Path) -> int | None:
 
         with _QUIET:
             return medical.count_slices(path)
-    with suppress(Exception), _QUIET, Image.open(path, formats=("TIFF",)) as image:
-        frames = getattr(image, "n_frames", 1)
+    with suppress(Exception), _QUIET, open_file(path, "image", MAX_BYTES) as file:
+        frames = getattr(Image.open(file, formats=("TIFF",)), "n_frames", 1)
         return frames if frames > 1 else None
     return None
 
@@ -235,14 +234,9 @@ def file_bytes(path: Path) -> bytes:
         PrivlabError: if it is none, or cannot be opened.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
-            raise PrivlabError("Not a regular file.")
-        if status.st_size > MAX_BYTES:
-            raise PrivlabError(f"{status.st_size / 2**20:.0f} MiB; at most {MAX_BYTES // 2**20} MiB are read.")
-        return path.read_bytes()
-    except OSError as error:
-        raise PrivlabError(f"Cannot be opened: {error.strerror or one_line(error)}.") from None
+        return read_bytes(path, "image", MAX_BYTES)
+    except Unreadable as error:  # what is said of images names them already
+        raise PrivlabError(f"Cannot be read: {error.reason}.") from None
 
 
 class _Quiet:

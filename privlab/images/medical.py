@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from privlab.base import PrivlabError, one_line
+from privlab.base import PrivlabError, one_line, open_file
 from privlab.images.decode import MAX_BYTES, MAX_CHANNELS, check_size, file_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def count_slices(path: Path) -> int | None:
     Raises:
         PrivlabError: if its header claims more than it holds, or the extra is missing.
     """
-    with path.open("rb") as file:
+    with open_file(path, "image") as file:
         start = file.read(132)
     if is_dicom(start):
         frames = int(_dicom(path, path.stat().st_mtime_ns).get("NumberOfFrames") or 1)
@@ -80,7 +80,7 @@ def slice_of(path: Path, index: int) -> Image.Image | np.ndarray:
     Raises:
         PrivlabError: if it cannot be used.
     """
-    with path.open("rb") as file:
+    with open_file(path, "image") as file:
         start = file.read(132)
     if is_dicom(start):
         return dicom_image(_dicom(path, path.stat().st_mtime_ns), index)

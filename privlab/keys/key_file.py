@@ -23,14 +23,13 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base import PrivlabError, open_file, write_whole
+from privlab.base import PrivlabError, open_file, parse_json, parse_object, write_whole
 from privlab.keys.algebra import SPACES, ModelKey, ModelShape, check_fits, key_bits, residual_bits
 
 FORMAT = "privlab-key/1"
@@ -182,7 +181,7 @@ def _read_private(path: Path) -> bytes:
 def _metadata(data: bytes) -> dict[str, str]:
     """Return a file's metadata; an empty mapping if it is not a safetensors file."""
     try:
-        found = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        found = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], "its header")["__metadata__"]
         return {str(name): str(value) for name, value in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
@@ -190,7 +189,7 @@ def _metadata(data: bytes) -> dict[str, str]:
 
 def _shape(text: str) -> ModelShape:
     """Return the shape of its canonical JSON, and refuse any other text."""
-    content: dict[str, Any] = json.loads(text)
+    content = parse_object(text, "its shape")
     wanted = {field.name: field.type for field in fields(ModelShape)}
     if {name: type(value) for name, value in content.items()} != wanted:
         raise PrivlabError(f"its shape has not the fields {', '.join(wanted)}")

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_file, check_range, first, parse_json, warn
+from privlab.base import PrivlabError, check_file, check_range, first, open_file, parse_json, warn
 from privlab.release.capture import FORMAT, REDUCTIONS, VERSION
 from privlab.release.effects import AnyDefense
 from privlab.release.given import check_gradients
@@ -249,7 +249,7 @@ def _content(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except OSError as error:
         raise PrivlabError(f"Cannot read the gradients '{path}': {error.strerror or error}.") from error
     except SafetensorError as error:
-        with path.open("rb") as file:  # a pickle, or the archive that torch packs it in
+        with open_file(path, "gradients") as file:  # a pickle, or the archive that torch packs it in
             pickled = file.read(4).startswith(_PICKLES)
         if pickled:
             raise PrivlabError(

@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
-from privlab.base import PrivlabError, first, printable, write_whole
+from privlab.base import PrivlabError, first, printable, read_bytes, write_whole
 from privlab.grids import case_of
 from privlab.report import tables
 from privlab.stores import places_of
@@ -296,7 +296,7 @@ class Run:
         from privlab.images import data_uri
 
         strips = "".join(
-            f'<figure><figcaption>{escape(title)}</figcaption><img src="{data_uri("png", file.read_bytes())}" '
+            f'<figure><figcaption>{escape(title)}</figcaption><img src="{data_uri("png", read_bytes(file, "strip"))}" '
             f'alt="{escape(file.stem)}" style="max-width:100%"></figure>'
             for file, title in self._strips().items()
         )

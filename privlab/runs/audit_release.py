@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, collect_warnings, first, option_text, pick_device, plain_data, warn
+from privlab.base import PrivlabError, collect_warnings, first, option_text, pick_device, plain_data, read_bytes, warn
 from privlab.evaluation import Case, applicable, default_attacks, stands_in, unread
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import head_of, labels_of_signs, slots_without_gradient
@@ -30,6 +30,9 @@ from privlab.victims import Victim, file_of
 
 if TYPE_CHECKING:
     from privlab.report.run import Run
+
+_MOST_BYTES = 2**36
+"""The most bytes of a release; that of the largest ViT of timm has 2³⁵."""
 
 
 def audit_gradients(
@@ -82,7 +85,7 @@ def audit_gradients(
             attacks, refused = [], refused | {attack.name: reason for attack in attacks}
         scorer = None if reference is None else ReferenceScorer.of(reference, audited.spec, audited.base)
     names, files = (("before", "after"), file) if isinstance(file, tuple) else (("file",), (file,))
-    content = {name: file_of(path).read_bytes() for name, path in zip(names, files, strict=True)}
+    content = {name: read_bytes(file_of(path), "release", _MOST_BYTES) for name, path in zip(names, files, strict=True)}
     images = unknown_images(audited.source, b"".join(content.values()), audited.file.batch_size)
     if audited.labels is not None and len({*audited.labels}) == 1:
         images = tuple(replace(image, label=audited.labels[0], label_origin="released") for image in images)

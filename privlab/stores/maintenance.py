@@ -1,6 +1,5 @@
 """Checks and merges of stores."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from filecmp import cmp
@@ -10,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, read_bytes, read_text, sha256_of
 from privlab.metrics import DECIBELS, EXACT_DB, METRICS
 from privlab.stores.store import KEY, RunDirectory, Store, part_frame
 
 _MERGED = ("records/part-*.parquet", "kept/*.safetensors", "pictures/**/*.png", "strips/*.png")
+
+_MOST_BYTES = 2**32
+"""The most bytes of a file that is merged."""
 
 _SCORE_TOLERANCE = 1e-4
 """Relative difference above which two scores of a record contradict each other; smaller ones are float32's rounding."""
@@ -103,14 +105,14 @@ def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
         for file in chain.from_iterable(sorted(store.path.glob(pattern)) for pattern in _MERGED):
             name = file.relative_to(store.path)
             if file.suffix == ".parquet" and (target / name).exists() and not cmp(target / name, file, shallow=False):
-                name = name.with_stem(f"{name.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}")
+                name = name.with_stem(f"{name.stem}-{sha256_of(file)[:12]}")
             if not (target / name).exists():
-                run.write_file(str(name), file.read_bytes())
+                run.write_file(str(name), read_bytes(file, "part of a run", _MOST_BYTES))
     if not run.begun():
         first = next((source for source in sources if (source / "run.json").exists()), None)
         if first is not None:
             run.write_run(RunDirectory(first).read_run())
-            run.write_manifests({file.name: file.read_text("utf-8") for file in RunDirectory(first).manifests})
+            run.write_manifests({file.name: read_text(file, "manifest") for file in RunDirectory(first).manifests})
     return list(_conflicts(part_frame(run.store.read())))
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, open_file, parse_json, read_bytes
 from privlab.evaluation import Strip
 from privlab.images import png_bytes, to_pil
 
@@ -26,6 +26,8 @@ _LETTERS = 31  # the most of a line, which is then no wider than its image
 _ROW, _BORDER = 8, 4
 """Of a contact sheet: the images in a row, and the pixels between them."""
 _TEXT = "privlab strip"  # the keyword of a strip's text
+_MOST_BYTES = 2**29
+"""The most bytes of a PNG that is read."""
 
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom, in pixels."""
@@ -46,7 +48,7 @@ class Place:
             PrivlabError: if the file cannot be read as an image.
         """
         try:
-            with Image.open(self.file, formats=["PNG"]) as png:
+            with open_file(self.file, "image", _MOST_BYTES) as file, Image.open(file, formats=["PNG"]) as png:
                 return self.cut(png)
         except (OSError, SyntaxError, ValueError) as error:  # as Pillow says that a file is torn
             reason = getattr(error, "strerror", None) or error
@@ -142,8 +144,8 @@ def places_of(path: Path) -> dict[tuple[str, str], Place]:
     A strip of an earlier version has none, nor has a file that is damaged, foreign or contradicts itself.
     """
     try:
-        with Image.open(path, formats=["PNG"]) as png:  # pixels are not read yet
-            content, (width, height) = json.loads(png.info[_TEXT]), png.size
+        with open_file(path, "strip", _MOST_BYTES) as file, Image.open(file, formats=["PNG"]) as png:
+            content, (width, height) = parse_json(png.info[_TEXT], "what it shows"), png.size  # no pixels are read yet
         of, scale = content.get("images") or {content["image"]: content["panels"]}, int(content["scale"])
         boxes = {
             (str(name), str(image)): (int(x0), int(y0), int(x1), int(y1))
@@ -165,6 +167,6 @@ def pngs(places: Sequence[Place]) -> list[bytes]:
     """
     file = places[0].file
     if places[0].box is None:
-        return [file.read_bytes()]
-    with Image.open(file, formats=["PNG"]) as strip:
+        return [read_bytes(file, "image", _MOST_BYTES)]
+    with open_file(file, "strip", _MOST_BYTES) as opened, Image.open(opened, formats=["PNG"]) as strip:
         return [png_bytes(place.cut(strip)) for place in places]

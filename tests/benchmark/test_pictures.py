@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from privlab.benchmark import entries
+from privlab.benchmark.form import Judged
 from privlab.benchmark.measure import Measurement
 from privlab.benchmark.page import best_rows, fragment, pictures, pictures_of
 from privlab.benchmark.results import Result, defense_entries
-from privlab.benchmark.rule import Judged, standings
+from privlab.benchmark.rule import standings
 from privlab.benchmark.tracks import photographs
 from privlab.evaluation import Case
 from privlab.grids import specify

@@ -94,7 +94,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ("change", "said"),
     [
         (lambda d: d["rows"]["columns"]["psnr"]["each"].__setitem__(0, 9.0), "was edited after it was written"),
-        (lambda d: d.pop("judged"), "lacks judged"),
+        (lambda d: d.pop("judged"), "judged"),
         (lambda d: d["track"].update(version="privlab/2"), "of 'privlab/2'. This package reads format 1"),
         (lambda d: d.update(format=2), "has format 2"),
         (lambda d: d["signature"].update(sha256="0"), "was edited"),
@@ -132,7 +132,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("{")
-    with pytest.raises(PrivlabError, match="is not valid JSON"):
+    with pytest.raises(PrivlabError, match="is no JSON"):
         read_result(tmp_path / "r.json")
 
 
@@ -142,11 +142,11 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
         ({"count": 10**12, "columns": {"case": {"all": "x"}}}, "count"),
         ({"count": -1, "columns": {}}, "count"),
         ({"count": 1.0, "columns": {}}, "count"),
-        ({"count": 1, "columns": []}, "table"),
-        ({"count": 1, "columns": {"case": {"of": ["x"], "codes": [-1]}}}, "column case"),
-        ({"count": 1, "columns": {"case": {"of": ["x"], "codes": [1]}}}, "column case"),
-        ({"count": 1, "columns": {"psnr": {"each": [{}]}}}, "column psnr"),
-        ({"count": 1, "columns": {"psnr": {"all": [[0]]}}}, "column psnr"),
+        ({"count": 1, "columns": []}, "columns"),
+        ({"count": 1, "columns": {"case": {"of": ["x"], "codes": [-1]}}}, "codes"),
+        ({"count": 1, "columns": {"case": {"of": ["x"], "codes": [1]}}}, "column 'case'"),
+        ({"count": 1, "columns": {"psnr": {"each": [{}]}}}, "each"),
+        ({"count": 1, "columns": {"psnr": {"all": [[0]]}}}, "all"),
         ({"count": 1, "columns": {str(i): {"all": 0} for i in range(200)}}, "columns"),
     ],
 )

@@ -223,7 +223,7 @@ def test_images_that_cannot_be_read(experiment: Any, options: Any, done: Any, al
     reasons = dict(zip(frame.image, frame.reason, strict=True))
     assert reasons["b.png"].startswith("Truncated or damaged: ")
     assert reasons["c.png"] == "Empty file: 0 bytes."
-    assert reasons["d.png"] == "Not a regular file."
+    assert reasons["d.png"] == "Cannot be read: it is not a regular file."
     assert done(asked, path) == 0
     assert done(asked, path, retry_failed=True) == 3
     assert len(Store(path).frame()) == len(frame)

@@ -1,6 +1,7 @@
 """One file: every way in which it can be odd, told apart from every way in which it can be unusable."""
 
 import hashlib
+import os
 import struct
 import threading
 import warnings
@@ -299,8 +300,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: saved(p / "a.gif", save_all=True, append_images=[noise(16, 20, 1), noise(16, 20, 2)]),
         "3 frames; only still images",
     ),
-    "missing": (lambda p: p / "a.png", "Cannot be opened: No such file"),
-    "folder": (lambda p: p, "Not a regular file."),
+    "missing": (lambda p: p / "a.png", "Cannot be read: No such file"),
+    "folder": (lambda p: p, "it is a folder"),
 }
 
 
@@ -326,17 +327,17 @@ def test_huge_file_is_refused_before_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     with path.open("wb") as file:
         file.truncate(2**29 + 2**20)  # sparse: no disk is used
-    assert read_image(path).problem == "513 MiB; at most 512 MiB are read."
+    assert "513 MiB, and at most 512 MiB are read" in (read_image(path).problem or "")
 
 
 def test_permission_error_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deny(self: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
+    def deny(path: Path, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
 
     path = saved(tmp_path / "a.png")
-    monkeypatch.setattr(Path, "read_bytes", deny)
+    monkeypatch.setattr(os, "open", deny)
     image = read_image(path)
-    assert (image.problem, image.sha256) == ("Cannot be opened: Permission denied.", "")
+    assert (image.problem, image.sha256) == ("Cannot be read: Permission denied.", "")
 
 
 def test_damage_found_late_is_a_problem(tmp_path: Path) -> None:

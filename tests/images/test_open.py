@@ -74,7 +74,7 @@ def test_samples_need_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_sample_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda _: spec)
-    assert [p.problem for p in open_images("samples", limit=1)] == ["Cannot be opened: No such file or directory."]
+    assert [p.problem for p in open_images("samples", limit=1)] == ["Cannot be read: No such file or directory."]
 
 
 def test_files_keep_their_order(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_nothing_is_read_before_iteration(tmp_path: Path) -> None:
     assert source.count == 50
     first, second, *_ = source
     assert first.problem is None
-    assert second.problem == "Cannot be opened: No such file or directory."
+    assert second.problem == "Cannot be read: No such file or directory."
 
 
 # Labels from a file

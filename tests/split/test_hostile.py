@@ -1,10 +1,11 @@
 """Peers that mean harm: callers without the token, clients that do not read or ask for too much, a false server."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ HEALTH = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
 NO_STEP = 2**40
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""How an HTTP/2 connection begins."""
 
 
 def opening(tiny: Any, **changes: Any) -> bytes:
@@ -88,6 +91,39 @@ def test_refusals_are_logged_at_a_limited_rate(server: Any) -> None:
     assert left_out >= 100
     assert len(refused) + left_out == 301
     assert max(len(event["reason"]) for event in refused) == 2000
+
+
+def still_open(connections: list[socket.socket]) -> int:
+    """Return how many connections the server has not closed."""
+    count = 0
+    for connection in connections:
+        connection.setblocking(False)
+        try:
+            while connection.recv(2**16):
+                pass
+        except BlockingIOError:
+            count += 1
+        except OSError:
+            pass
+    return count
+
+
+@pytest.mark.parametrize("first", [b"", HTTP2, HTTP2[:20]], ids=["nothing", "a connection", "a part of one"])
+def test_connections_have_a_ceiling_and_a_deadline(first: bytes, server: Any, client: Any, tiny: Any) -> None:
+    """Connections that say nothing, or no more than that they speak HTTP/2, took a file descriptor each for minutes."""
+    with ExitStack() as closing, server(limits=Limits(sessions=2, idle=2.0)) as (running, _):
+        connections = []
+        for _ in range(150):
+            connections.append(closing.enter_context(socket.create_connection(("127.0.0.1", running.port), 5)))
+            connections[-1].sendall(first)
+        time.sleep(0.5)
+        assert still_open(connections) <= 2 + 64
+        until = time.monotonic() + 20
+        while still_open(connections) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert still_open(connections) == 0
+        with client(running).session(tiny.contract()) as remote:
+            assert remote.forward(1, FEATURES.clone()).isfinite().all()
 
 
 # Clients with the token

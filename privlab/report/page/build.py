@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import privlab
-from privlab.base import first, write_whole
+from privlab.base import first, read_bytes, write_whole
 from privlab.evaluation import CONTROL
 from privlab.images import data_uri
 from privlab.report.evidence import evidence_of, pictures_of
@@ -99,7 +99,7 @@ def _script_data(results: Results) -> dict[str, Any]:
 def _reconstructions(results: Results) -> list[tuple[str, str]]:
     """Return the first reconstructions of an audit, as the names of their attacks and data."""
     shown = pictures_of(results)[:_MOST_VALUES]
-    return [(attack, data_uri("png", path.read_bytes())) for attack, path in shown]
+    return [(attack, data_uri("png", read_bytes(path, "image"))) for attack, path in shown]
 
 
 def _script(data: object) -> Markup:

@@ -1,7 +1,6 @@
 """Red flags: what weakens a verdict, found in records alone. Tables and the page share these rules."""
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from privlab.attacks import attacks as installed
+from privlab.base import parse_object
 from privlab.defenses import defenses
 from privlab.report.intervals import FEWEST_IMAGES
 from privlab.report.tables.cells import some
@@ -136,7 +136,7 @@ def _paired_means(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, f
 
 def _split(params: str) -> tuple[dict[str, object], dict[str, float]]:
     """Return the options of an attack without budgets, and its budgets; breaching's are pairs under `config`."""
-    given: dict[str, Any] = json.loads(params)
+    given: dict[str, Any] = parse_object(params, "attack_params of a record")
     flat = {name: value for name, value in given.items() if name != "config"} | dict(given.get("config") or ())
     budget = {
         name: float(value)
@@ -224,7 +224,7 @@ def _untrained_unknown(facts: Facts) -> list[str]:
     stated = facts.rows.loc[facts.rows.victim_params.notna(), ["case", "victim_params", "defense_params"]]
     found: dict[int, str] = {}
     for case, victim, defense in stated.drop_duplicates().itertuples(index=False):
-        origin = json.loads(victim).get("unk_embed")
+        origin = parse_object(victim, "victim_params of a record").get("unk_embed")
         if origin not in (None, "trained") and '"masked_pe": "unknown"' in (defense or ""):
             found[case] = f"E_unk {origin}"
     return facts.group(found)

@@ -1,13 +1,12 @@
 """Which defenses an attack knows: by their names, or because they have the same kinds of effects as known ones."""
 
-import json
 from collections.abc import Iterable, Mapping
 from functools import cache
 
 import pandas as pd
 
 from privlab.attacks import attacks as installed
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, parse_object
 from privlab.defenses import DEFENSES, defenses
 from privlab.release import kinds_of
 from privlab.threat import Capability, attack_declarations
@@ -78,7 +77,7 @@ def _kinds(part: str, params: str | None, *, alone: bool) -> frozenset[str]:
     kind = defenses().get(part)
     if kind is None or not isinstance(params, str):
         return frozenset()
-    given = json.loads(params)
+    given = parse_object(params, "defense_params of a record")
     options = given if alone else given.get(part, {})
     try:
         return kinds_of(kind(**options))

@@ -1,6 +1,5 @@
 """The scores of every image: of each attack and control, of the best single attack, and of the worst case over all."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from privlab.base import parse_object
 from privlab.evaluation import CONTROL, CONTROLS, GEOMETRIES, exact_db
 from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED
@@ -28,6 +28,7 @@ CELL = ["case", "attack", "external"]
 Floats = NDArray[np.float64]
 Whole = NDArray[np.intp]
 
+_VICTIM = "victim_params of a record"
 _ASSUMED_SHAPE = (3, 384, 384)
 """The shape that is assumed for images whose size is not recorded: the largest input of timm's plain ViTs."""
 
@@ -274,7 +275,7 @@ def _exact(rows: pd.DataFrame) -> Floats:
     wrong, key, psnr = (_numbers(rows, name) for name in ("levels_wrong", "key_recovered", "psnr"))
     stated = rows.victim_params.astype(object).fillna("{}") if "victim_params" in rows else pd.Series("{}", rows.index)
     codes, victims = pd.factorize(stated)
-    levels = [exact_db(math.prod(json.loads(victim).get("input", _ASSUMED_SHAPE))) for victim in victims]
+    levels = [exact_db(math.prod(parse_object(victim, _VICTIM).get("input", _ASSUMED_SHAPE))) for victim in victims]
     by_psnr = np.where(np.isnan(psnr), np.nan, psnr > np.array([*levels, math.inf])[codes])
     by_level = np.where(np.isnan(wrong), by_psnr, (wrong == 0) | (by_psnr == 1))
     return np.where(np.isnan(by_level) & ~np.isnan(key), key == 1, by_level)

@@ -1,6 +1,5 @@
 """The contents of a directory of records, as tables, figures and pages read them."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from privlab.base import PrivlabError, one_line
+from privlab.base import PrivlabError, one_line, parse_object
 from privlab.evaluation import CONTROLS
 from privlab.grids import Figure, Layout, columns_of, papers_attack
 from privlab.report.tables.per_image import Scored, lead_metric, sign_of
@@ -178,7 +177,7 @@ def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) 
     own = own.drop(columns=["image_id", "images"])
     labels = {case["label"]: number for number, case in enumerate(facts["cases"])}
     foreign = records[records.external.notna()]
-    named = foreign.conditions.map(lambda text: labels.get(json.loads(text).get("case")))
+    named = foreign.conditions.map(lambda text: labels.get(parse_object(text, "conditions of a record").get("case")))
     foreign = foreign.assign(case=named).loc[named.notna()]
     layout = experiment["layout"]
     return Results(

@@ -35,6 +35,10 @@ Event = Callable[[dict[str, object]], None]
 _POLL_SECONDS = 0.2
 """Seconds that a session waits for a message before it checks whether the server is stopping."""
 _SPARE_THREADS = 8  # for refusals and health checks while all sessions are taken
+_SPARE_CONNECTIONS = 64
+"""How many connections are open at most, beyond one for each session; further ones are closed at once."""
+_SILENT_SECONDS = 10
+"""Seconds after which a connection is closed that does not finish its handshake, or has no call under way."""
 _LONGEST_FACT = 2000
 """The most characters of a fact in the log."""
 _COMPLAINTS = frozenset({"refused", "failed", "unreadable", "not saved"})
@@ -125,7 +129,11 @@ class Server:
         self._open.close()
 
     def _build(self, token: str) -> grpc.Server:
+        silent = int(1000 * min(_SILENT_SECONDS, self.limits.idle))
         options = [
+            ("grpc.max_allowed_incoming_connections", self.limits.sessions + _SPARE_CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", silent),
+            ("grpc.max_connection_idle_ms", silent),
             ("grpc.max_receive_message_length", self.limits.message),
             ("grpc.max_metadata_size", 2**13),
             ("grpc.max_concurrent_streams", self.limits.sessions + _SPARE_THREADS),

@@ -1,0 +1,85 @@
+"""Result files of the benchmark that somebody changed, under a hash that is right: none of them stops the table."""
+
+import json
+import random
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.benchmark import entries, site_files
+from privlab.benchmark.results import PACKAGE, entries_of, read_result, write_result
+
+MUTATIONS = 154
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1.5, 10**30, 1e308, "", "x", "\ud800", "inf", "\x1b[2J", "../../x", [], {}, [[]], {"x": []}),
+    *({"all": None}, {"each": []}, {"of": ["x"], "codes": [-1]}, '{"input": "x"}', '{"input": [1e999]}', "[" * 3000),
+)
+"""What is put where something else belongs."""
+
+
+def mutated(data: Any, rng: random.Random) -> Any:
+    """Return JSON with one value replaced, removed or repeated, at any depth."""
+    holder, key = data, rng.choice([*data])
+    while isinstance(inner := holder[key], dict | list) and inner and rng.random() < 0.85:
+        holder = inner
+        key = rng.choice([*inner]) if isinstance(inner, dict) else rng.randrange(len(inner))
+    kind = rng.randrange(4)
+    if kind == 0 and isinstance(holder, dict):
+        del holder[key]
+    elif kind == 1 and isinstance(holder, list):
+        holder.append(holder[key])
+    elif kind == 2 and isinstance(holder[key], str):
+        text = holder[key]
+        at = rng.randrange(len(text) + 1)
+        holder[key] = text[:at] + rng.choice(('"', "\n", "[[[", "=", "\x00", "'")) + text[at + rng.randrange(9) :]
+    else:
+        holder[key] = rng.choice(ODD)
+    return data
+
+
+def write(data: Any, path: Path) -> None:
+    """Write contents under a hash that is right, where it can be computed."""
+    try:
+        write_result(data, path)
+    except (TypeError, ValueError, AttributeError, KeyError):
+        path.write_text(json.dumps(data))
+
+
+@pytest.mark.slow
+def test_mutated_results_are_shown_or_left_out_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("gradients-quantisation", "features-deconvolution")
+    texts = [(PACKAGE / f"results/{name}.json").read_text("utf-8") for name in names]
+    rng, ended = random.Random(0), Counter[str]()
+    for number in range(MUTATIONS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = json.loads(texts[number % 4 == 3])
+        if number % 2:  # what runs as a plug-in keeps the words of its file
+            data["plugin"] = "class Plugin: pass"
+        write(mutated(data, rng), folder / "a.json")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PrivlabWarning)
+            files = site_files(entries_of(folder))
+        lines = [str(warning.message) for warning in caught]
+        assert all("\n" not in line for line in lines), lines
+        ended["shown" if len(files) > 2 else "left out" if lines else "an attack without a defense"] += 1
+    with capsys.disabled():
+        print(f"\n{json.dumps(ended)}")  # noqa: T201
+
+
+def test_one_bad_file_does_not_stop_the_table(tmp_path: Path) -> None:
+    """It is named in one line; a command that is given this file has one error."""
+    for name, text in {"nested": "[" * 100_000, "cut": '{"format": 1', "empty": "{}", "bytes": "\x00"}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+        with pytest.raises(PrivlabError, match=f"{name}.json"):
+            read_result(tmp_path / f"{name}.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.warns(PrivlabWarning, match="left out") as caught:
+        found = entries([tmp_path])
+    assert len(caught) == 5
+    assert found == entries()
