@@ -39,7 +39,7 @@ def completed(part: Any, kind: str) -> Any:  # noqa: ANN401
         raise PrivlabError(
             f"{kind} must be a name, or an instance of a dataclass with the method {wanted}. Found {part!r}."
         )
-    made = object.__new__(_complete_class(type(part), kind))
+    made = object.__new__(complete_class(type(part), kind))
     held = vars(part) if hasattr(part, "__dict__") else {f.name: getattr(part, f.name) for f in fields(part)}
     for name, value in held.items():
         object.__setattr__(made, name, value)
@@ -47,7 +47,7 @@ def completed(part: Any, kind: str) -> Any:  # noqa: ANN401
 
 
 @cache
-def _complete_class(kind_of_part: type, kind: str) -> type:
+def complete_class(kind_of_part: type, kind: str) -> type:
     """Return a class with the declarations that it has, and the defaults of the others; the same for the same class."""
     defaults: dict[str, Any] = {"name": _kebab(kind_of_part.__name__), "paper": ""}
     if kind == "attack":

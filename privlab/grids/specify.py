@@ -10,7 +10,7 @@ from privlab.base import PrivlabError, configure, options_of, read_options, unkn
 from privlab.defenses import Jigsaw, Mjp, defenses
 from privlab.evaluation import Adversary, Automatic, Case, Choice, Victims, Words, completed, default_attacks
 from privlab.evaluation.names import WORST_CASE, check_names, check_stated, client_of, client_options
-from privlab.evaluation.own import source_sha256
+from privlab.evaluation.own import complete_class, source_sha256
 from privlab.images import Data
 from privlab.reassembly import REASSEMBLIES, Borders
 from privlab.release import AnyDefense
@@ -235,6 +235,6 @@ def _parts(given: Part | Sequence[Part], kind: str, installed: Mapping[str, type
     for part in (part for part in found if not isinstance(part, str)):
         if names.count(part.name) > 1:
             raise PrivlabError(f"'{part.name}' was given twice: one run has one set of options for it.")
-        if part.name in installed and installed[part.name] is not type(part):
+        if part.name in installed and type(part) is not complete_class(installed[part.name], kind):
             raise PrivlabError(f"'{part.name}' is the name of an installed {kind}. Give your class another `name`.")
     return tuple(dict.fromkeys(found))

@@ -12,9 +12,9 @@ import torch
 from torch import Generator, Tensor
 
 import privlab
-from privlab.attacks import PatchGradient
+from privlab.attacks import ATTACKS, PatchGradient
 from privlab.base import PrivlabError
-from privlab.defenses import GradientNoise
+from privlab.defenses import DEFENSES, GradientNoise
 from privlab.evaluation import completed
 from privlab.grids import Engine, specify
 from privlab.release import effects_of
@@ -248,3 +248,12 @@ def test_workers_know_classes_of_this_process(tmp_path: Path) -> None:
     records = privlab.load(tmp_path / "run").records
     assert set(records[records.attack == "local"].status) == {"ok"}
     assert records[records.attack == "local"].image.nunique() == 2
+
+
+def test_every_installed_class_may_be_given_as_an_instance() -> None:
+    for attack in ATTACKS.values():
+        (found,) = specify("cifar_vit", attack=attack()).adversary.attacks
+        assert isinstance(found, attack)
+    for defense in DEFENSES.values():
+        (found,) = specify("cifar_vit", defense=defense()).defense
+        assert isinstance(found, defense)
