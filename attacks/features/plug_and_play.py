@@ -14,8 +14,8 @@ from torch import Tensor
 
 from privlab.attacks.features.map_inversion import MapInversion, NoisyRows, without_noise
 from privlab.attacks.rows import WHITE_BOX, effects, warn_of_moves
-from privlab.attacks.solvers import plug_and_play
-from privlab.base import AtLeast1, Checked, Positive, check_range
+from privlab.attacks.solvers import patch_statistics, plug_and_play
+from privlab.base import AtLeast1, Checked, Positive
 from privlab.patches import patchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
@@ -32,8 +32,9 @@ class PlugAndPlay(Checked):
 
     Algorithm: it begins at Wiener's estimate of each patch. In round k the network D of privlab gives u = D(x, s_k),
     and x is the minimum of ‖W x + β − z‖² / 2σ² + weight ‖x − u‖² / 2 s_k², one linear system of a patch's size. The
-    s_k fall from `first` to `last` in equal ratios. D was trained on 12,000 photographs of Tiny ImageNet; nothing is
-    trained for a victim or a defense. Rows that the defense moves are placed as `pe-assignment` does.
+    s_k fall in equal ratios, from `first` to a share of the error that the first estimate has. D was trained on 12,000
+    photographs of Tiny ImageNet; nothing is trained for a victim or a defense. Rows that the defense moves are placed
+    as `pe-assignment` does.
 
     Exact if: never: noise stays. Without noise it is `least-squares`.
 
@@ -49,7 +50,7 @@ class PlugAndPlay(Checked):
     Args:
         rounds: how often the image is denoised.
         first: the noise's standard deviation that the first round expects, of pixels in [0, 1].
-        last: that of the last round, at most `first`.
+        last: that of the last round, in units of the error that Wiener's estimate has on average, known from the noise.
         weight: weight of the prior.
 
     Source: [@zhang2021dpir]
@@ -66,13 +67,8 @@ class PlugAndPlay(Checked):
 
     rounds: AtLeast1 = 16
     first: Positive = 1.0
-    last: Positive = 0.03
-    weight: Positive = 0.5
-
-    def __post_init__(self) -> None:
-        """Raise PrivlabError for a number that is out of range."""
-        super().__post_init__()
-        check_range(self.last <= self.first, f"last of {self.name}", "at most first", self.last)
+    last: Positive = 0.4
+    weight: Positive = 0.4
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
@@ -91,6 +87,10 @@ class PlugAndPlay(Checked):
             # A is symmetric, so that rows of patches are solved for from the right.
             return model.to_images(torch.linalg.solve(noisy.A + torch.diag(precisions), wanted, left=False))
 
-        sigmas = torch.logspace(math.log10(self.first), math.log10(self.last), self.rounds)
+        # The last level is a share of the error that Wiener's estimate has on average: P is its covariance in a patch.
+        _, S = patch_statistics(model, seen.public)
+        P = torch.linalg.inv(noisy.A + torch.linalg.inv(S).to(noisy.A))
+        last = self.last * float((P.diagonal() * std**2).mean().sqrt())
+        sigmas = torch.logspace(math.log10(self.first), math.log10(min(last, self.first)), self.rounds)
         images = plug_and_play(nearest, model.to_images(noisy.X), sigmas)
         return Reconstruction(images.clamp(0, 1), noisy.order)

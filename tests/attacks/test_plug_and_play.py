@@ -93,8 +93,3 @@ def test_it_beats_the_prior_written_by_hand(
 def test_without_noise_it_is_the_closed_form(tiny_model: Make, crops: Tensor) -> None:
     seen = seen_of(tiny_model(), crops[:2], crops[40:50])
     assert torch.equal(PlugAndPlay()(seen).images, LeastSquares()(seen).images)
-
-
-def test_levels_fall() -> None:
-    with pytest.raises(PrivlabError, match="at most first"):
-        PlugAndPlay(last=2.0)
