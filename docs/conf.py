@@ -21,6 +21,7 @@ language = "en-GB"
 extensions = [
     "myst_nb",
     "sphinx_design",
+    "sphinx_copybutton",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "generated_pages",
@@ -55,5 +56,6 @@ html_theme = "furo"
 html_title = "privlab"
 html_static_path = ["_static"]
 html_css_files = ["privlab.css"]
+copybutton_selector = ":not(.output) > div.highlight > pre"  # code, but not what it printed
 html_show_sphinx = False
 html_copy_source = False

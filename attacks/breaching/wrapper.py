@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from privlab.attacks.solvers import twice_derivable
-from privlab.base import PrivlabError, gradients_enabled, unknown_name
+from privlab.base import PrivlabError, gradients_enabled, one_line, unknown_name
 from privlab.release import told_labels
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel
@@ -100,7 +100,7 @@ class Breaching:
         except PrivlabError:
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            what = one_line(error, kind=True)
             known = f"; known: {self.obstacle}" if self.obstacle else ""
             raise PrivlabError(f"breaching fails with {what}{known}.") from error
         if not math.isfinite(stats.get("opt_value", 0.0)) or not data.isfinite().all():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from privlab.attacks.solvers import total_variation
 from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError, gradients_enabled, warn
-from privlab.release import as_gradients, each_release, told_images, undecayed
+from privlab.release import as_gradients, each_release, released_parameters, told_images, undecayed
 from privlab.threat import Capability, Observation
 
 _WEIGHT, _BIAS = "head.weight", "head.bias"
@@ -74,6 +74,14 @@ class HeadInversion(Checked):
     steps: AtLeast0 = 300
     learning_rate: NotNegative = 0.1
     tv: NotNegative = 10.0
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return that several steps trained more than the head: their features differ, and a mixture is read."""
+        client = seen.client
+        if client is None or client.gradient_factor is not None:
+            return None
+        others = (name for name in released_parameters(seen.model) if name not in self.parameters)
+        return "several steps train more than the head" if any(map(client.chooses, others)) else None
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed.
@@ -137,7 +145,7 @@ class HeadInversion(Checked):
                 f"client.steps={client.total_steps}. That it does not apply is no evidence of privacy."
             )
         # Several steps of one image: where the head alone trains f is constant, and Σ_s a_s h_s fᵀ is an outer product
-        # still. Where more trains, what comes out is a mixture of the features of all steps.
+        # still. Where more trains, what comes out is a mixture of the features of all steps (`beyond`).
         return [undecayed(seen.model, own, client) for own in each_release(seen)]
 
     def _separated(self, head: nn.Linear, own: Mapping[str, Tensor], count: int) -> Float[Tensor, "k d"]:

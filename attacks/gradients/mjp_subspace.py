@@ -78,9 +78,7 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
     return Subspace(masked, Y, X - (X @ Y.mT) @ Y)
 
 
-def without_moved(
-    A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], tolerance: float = 0.2
-) -> Float[Tensor, "b n d"]:
+def without_moved(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"]) -> Float[Tensor, "b n d"]:
     """Return A with zeros in the rows of slots that steps with different masks filled with different patches.
 
     Of T steps A_j = Σ_t g_tj over the steps in which slot j kept its position embedding, and thus its patch, and G =
@@ -91,13 +89,12 @@ def without_moved(
     Args:
         A: what moved the position embeddings of the patch slots.
         G: what moved the patch projection, D × K for each image.
-        tolerance: the share of a row's norm outside of the span above which its patch counts as moved, in [0, 1).
     """
     # Σ_t G_t = Bᵀ X: the columns of G (d × k) span the rows of B, N dimensions for patches in general position.
     span = torch.linalg.svd(G, full_matrices=False).U[..., : A.shape[1]]
-    # A_j with a large share outside is not a row of B: in some step its patch was in another slot.
+    # A_j with more than a fifth of its norm outside is not a row of B: in some step its patch was in another slot.
     outside = (A - A @ span @ span.mT).norm(dim=2)
-    return A.masked_fill((outside > tolerance * A.norm(dim=2))[..., None], 0)
+    return A.masked_fill((outside > 0.2 * A.norm(dim=2))[..., None], 0)
 
 
 def _of_update(seen: Observation) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b d k"]]:

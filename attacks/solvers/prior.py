@@ -289,6 +289,8 @@ _TAILS: dict[str, Map] = {
     "quadratic": torch.ones_like,
     "sparse": lambda q: (EDGE_WIDTH**2 + q).rsqrt(),
     "covariance": torch.ones_like,
+    # −log of Cauchy's density of r channels is (r + 1) / 2 · log(1 + q): twice the log for colours. It is once the log
+    # for grey, but the prior is minimised alone, where a factor changes nothing.
     "cauchy": lambda q: 4 / (1 + q),
 }
 

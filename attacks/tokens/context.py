@@ -188,7 +188,8 @@ def complete_tokens(
         # Every pass determines all embeddings again, because attention mixes the patches.
         z = _embed_tokens(block, prefix, of, tokens, pe, around, z)
         lost = [place for place in tokens.missing(p + len(pe)) if place >= p]
-        if not lost or idle == passes:
+        # A later pass without further photographs has no starts.
+        if not lost or idle == passes or (idle and len(usual) <= idle * _STARTS):
             return tokens, z
         # Slots with the most known neighbours come first: their starts are the best.
         known = 1 - torch.eye(len(pe)).to(z)[[place - p for place in lost]].sum(0)

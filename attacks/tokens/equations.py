@@ -122,6 +122,7 @@ def separate(
             rows, on = torch.tensor(going, device=G1.device), [on[j] for j in going]
             whole, rest = whole.take(rows), rest.take(rows)
             G1, G2, known = G1[rows], G2[rows], known[rows]
+            near = None if near is None else near.take(rows, rows)
         # Two solutions with residuals up to the limit are the same token from the cosine `twin` on.
         limit, twin = G1.new_tensor([(limits[i], 1 - min(3 * limits[i], 3e-3)) for i in on]).unbind(1)
         # The first round starts from the guesses, if there are any; the others start from points within the rest.

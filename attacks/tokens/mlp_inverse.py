@@ -105,7 +105,8 @@ def invert_mlp(mlp: Mlp, b2: Float[Tensor, " d"], h: Float[Tensor, "f d"], law: 
         places.repeat(len(outputs)),
     )
     u, off = torch.zeros_like(h), torch.full_like(h[:, 0], torch.inf)
-    # The first search keeps few starts of each output. The second keeps all, for outputs not found.
+    # The first search keeps few starts of each output. The second keeps all, for outputs not found. Its results replace
+    # the first ones even where their residual is larger: neither of the two counts as found then (`Inverted.found`).
     for keep_all in (False, True):
         lost = off > _FOUND
         if not bool(lost.any()):

@@ -270,7 +270,8 @@ def embeddings_of_tokens(u: Float[Tensor, "f d"], reads: Reads, sharpen: int, in
     heard.
 
     Args:
-        u: tokens of one image, in no order; the class token among them.
+        u: exact tokens of one image, in no order. A class token that is missing takes no patch's place; one that is
+            inexact, of a cosine below `_SLOT_COSINE`, would count as a patch.
         reads: the row spaces of the gradients of the first attention.
         sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.

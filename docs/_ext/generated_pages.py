@@ -1,6 +1,7 @@
 """Writes the pages that are generated from privlab itself: attacks, defenses, metrics, flags, commands and rooms."""
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -30,16 +31,25 @@ INTRODUCTIONS = {
     "Reconstructions are clipped to [0, 1] and scored as floats; `--eight-bit` rounds them first.",
 }
 
-ROOMS = (
-    *("privlab", "privlab.base", "privlab.patches", "privlab.images", "privlab.victims", "privlab.threat"),
-    *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics"),
-    *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
-    *("privlab.grids", "privlab.runs", "privlab.testing", "privlab.split", "privlab.inventory"),
-    *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
-    "privlab.integrations",
-    *("privlab.report.tables", "privlab.report.figures", "privlab.report.page", "privlab.benchmark"),
-)
-"""The packages whose public names have a page, in the order of the house."""
+SECTIONS = {
+    "The Python interface": ("privlab",),
+    "Attacks, defenses and metrics": ("privlab.attacks", "privlab.defenses", "privlab.metrics", "privlab.testing"),
+    "The threat model and what is released": ("privlab.threat", "privlab.release", "privlab.split", "privlab.keys"),
+    "Images and models": ("privlab.images", "privlab.victims", "privlab.patches", "privlab.reassembly"),
+    "Runs, tables and figures": (
+        *("privlab.evaluation", "privlab.runs", "privlab.grids", "privlab.stores"),
+        *("privlab.report.tables", "privlab.report.figures", "privlab.report.page", "privlab.benchmark"),
+    ),
+    "Other frameworks": (
+        *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
+        "privlab.integrations",
+    ),
+    "Parts that all share": ("privlab.base", "privlab.training", "privlab.inventory"),
+}
+"""The packages whose public names have a page, in the sections of the API's index."""
+
+ROOMS = tuple(room for rooms in SECTIONS.values() for room in rooms)
+"""All of these packages."""
 
 
 def write_pages(app: Sphinx) -> None:
@@ -81,7 +91,17 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
         yield f"commands/{name}.md", command_page(("privlab", name), command)
     for room in ROOMS:
         yield f"api/{room}.md", f"# `{room}`\n\n```{{eval-rst}}\n.. automodule:: {room}\n\n{members(room)}```\n"
-    yield "api/index.md", f"# Python API\n\nThe public names of each room.\n\n{toctree(ROOMS)}"
+    yield "api/index.md", api_index()
+
+
+def api_index() -> str:
+    """Return the page that lists the packages in their sections, each with its first sentence."""
+    parts = ["# Python API", "{doc}`/reference/functions` shows an example of each function that most readers need."]
+    for title, rooms in SECTIONS.items():
+        about = {room: cell((import_module(room).__doc__ or "").split("\n\n")[0]) for room in rooms}
+        rows = (f"| [`{room}`]({room}.md) | {text} |" for room, text in about.items())
+        parts += [f"## {title}", "\n".join(("| package | what it has |", "|---|---|", *rows))]
+    return "\n\n".join([*parts, toctree(ROOMS, hidden=True)])
 
 
 def benchmark() -> Iterator[tuple[str, str]]:
@@ -100,13 +120,21 @@ def benchmark() -> Iterator[tuple[str, str]]:
 
 
 def members(room: str) -> str:
-    """Return the directives of what autodoc leaves out: values, and the functions that `privlab` imports on use."""
-    names = [name for name in privlab.__all__ if name.islower() and name.isidentifier() and not name.startswith("_")]
-    functions = [f".. autofunction:: privlab.{name}\n\n" for name in names] if room == "privlab" else []
+    """Return the directives of what autodoc leaves out: values, and what `privlab` imports on use."""
+    functions = "" if room != "privlab" else "".join(interface())
     values = [
         f".. autodata:: {each.module}.{each.name}\n   :no-value:\n\n" for each in public_names(room) if each.is_value
     ]
-    return "".join((*functions, *values))
+    return "".join((functions, *values))
+
+
+def interface() -> Iterator[str]:
+    """Yield the directives of the names of `privlab`: its functions, and its classes, whose entry is in their room."""
+    for name in privlab.__all__:
+        if isinstance(getattr(privlab, name), type):
+            yield f".. autoclass:: privlab.{name}\n   :no-index:\n   :no-members:\n\n"
+        elif not name.startswith("_"):
+            yield f".. autofunction:: privlab.{name}\n\n"
 
 
 def left_out(source: Path) -> str:

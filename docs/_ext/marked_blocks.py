@@ -1,4 +1,4 @@
-"""`{not-run}`: a block of code that no test runs, with the reason, which is shown above it."""
+"""`{not-run}`: a block of code that no test runs, with the reason, which the page "Code that is not run" lists."""
 
 import re
 from typing import ClassVar
@@ -23,12 +23,9 @@ class NotRun(SphinxDirective):
     option_spec: ClassVar = {"language": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
-        """Return the code, below the reason."""
+        """Return the code alone."""
         code = "\n".join(self.content)
-        reason = nodes.caption("", f"Not run by the tests: {self.arguments[0]}")
-        block = nodes.literal_block(code, code, language=self.options.get("language", "text"))
-        held = nodes.container("", reason, block, literal_block=True, classes=["literal-block-wrapper", "not-run"])
-        return [held]
+        return [nodes.literal_block(code, code, language=self.options.get("language", "text"))]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -18,7 +18,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, warn
+from privlab.base import PrivlabError, one_line, warn
 from privlab.experiments.training.classifier_names import CLASSIFIERS, check_classifier_name
 from privlab.experiments.training.relative_attention import TABLE, RelativeBlock
 from privlab.images import Preprocessing
@@ -354,8 +354,9 @@ def _build(
         try:
             net: Any = timm.create_model(source, **options)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise PrivlabError(f"timm cannot build {source} with {options or 'its defaults'}: {reason}") from error
+            raise PrivlabError(
+                f"timm cannot build {source} with {options or 'its defaults'}: {one_line(error)}."
+            ) from error
         config = resolve_model_data_config(net)
         channels, height, width = config["input_size"]
         if swin:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from privlab.base import PrivlabError, draw_for, gradients_enabled, write_whole
+from privlab.base import PrivlabError, draw_for, gradients_enabled, one_line, write_whole
 from privlab.experiments.training import log
 from privlab.experiments.training.checkpoint import Checkpoints
 from privlab.experiments.training.plan import Compute, NamedRecipe, Paced, Plan
@@ -67,7 +67,7 @@ def train(
         except PrivlabError:
             raise
         except (ValueError, RuntimeError) as error:  # timm, Fabric and torch raise these for unknown names
-            raise PrivlabError(f"The training cannot be set up: {str(error).splitlines()[0]}") from error
+            raise PrivlabError(f"The training cannot be set up: {one_line(error)}.") from error
         run.go()
 
 

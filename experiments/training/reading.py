@@ -15,10 +15,10 @@ from jaxtyping import Int, UInt8
 from PIL import Image
 from torch import Tensor
 
-from privlab.base import PrivlabError, write_whole
+from privlab.base import PrivlabError, one_line, write_whole
 from privlab.experiments.training.examples import Examples
 from privlab.images.data import Data
-from privlab.images.decode import NamedImage, one_line
+from privlab.images.decode import NamedImage
 
 MOST_BYTES = 16 * 2**30
 """The most bytes of pixels that a training holds in memory."""

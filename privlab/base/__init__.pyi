@@ -12,6 +12,7 @@ from .errors import check_range as check_range
 from .errors import first as first
 from .errors import foreign_error as foreign_error
 from .errors import memory_ended as memory_ended
+from .errors import one_line as one_line
 from .errors import unknown_name as unknown_name
 from .files import UNFINISHED as UNFINISHED
 from .files import delete_unfinished as delete_unfinished

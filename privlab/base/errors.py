@@ -11,7 +11,15 @@ _MOST_CHOICES = 24
 
 
 class PrivlabError(ValueError):
-    """A mistake in what the user asked for or handed over; its message is the one line that a user reads."""
+    """A mistake in what the user asked for or handed over; its message is the one line that a user reads.
+
+    Example:
+        >>> import privlab
+        >>> privlab.victim("cifar_vitt")
+        Traceback (most recent call last):
+            ...
+        privlab.base.errors.PrivlabError: ...
+    """
 
 
 _OTHER_NAMES = {"learning_rate": "lr", "max_grad_norm": "clip", "local_epochs": "epochs", "num_images": "images"}
@@ -80,6 +88,12 @@ def first(names: Iterable[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
+def one_line(error: BaseException, *, kind: bool = False) -> str:
+    """Return what an error says in one line of at most 300 characters, without a full stop; with its type if asked."""
+    text = f"{type(error).__name__}: {error}" if kind else str(error)
+    return " ".join(text.split())[:300].rstrip(".:") or type(error).__name__
+
+
 def foreign_error(error: Exception, module: str) -> str:
     """Return an error of somebody else's class in one line: its kind, what it says, and the line that raised it.
 
@@ -87,7 +101,7 @@ def foreign_error(error: Exception, module: str) -> str:
         error: the error, with its traceback.
         module: the module of the class or function that was called.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    text = one_line(error, kind=True)
     places = [
         f"{Path(frame.f_code.co_filename).name}, line {line}"
         for frame, line in walk_tb(error.__traceback__)

@@ -54,15 +54,9 @@ def open_file(path: Path, what: str, most: int | None = None) -> BufferedReader:
     raise _unreadable(path, what, f"it has {status.st_size / 2**20:.0f} MiB, and at most {most} bytes are read")
 
 
-def check_file(path: Path, what: str, most: int | None = None) -> int:
-    """Return the size in bytes of a regular file, for a library that opens it by its path; raises as `open_file`.
-
-    Args:
-        path: path of the file.
-        what: the word for it in the error.
-        most: the most bytes that it may have; None for any number.
-    """
-    with open_file(path, what, most) as file:
+def check_file(path: Path, what: str) -> int:
+    """Return the size in bytes of a regular file, for a library that opens it by its path; raises as `open_file`."""
+    with open_file(path, what) as file:
         return os.fstat(file.fileno()).st_size
 
 

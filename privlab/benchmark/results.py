@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from privlab.base import PrivlabError, first, read_text, warn, write_whole
+from privlab.base import PrivlabError, first, one_line, read_text, warn, write_whole
 from privlab.benchmark.cards import Card, parse_card, read_card
 from privlab.benchmark.standing import PACKAGE, result_texts
 from privlab.benchmark.tracks import TRACKS, VERSION, track
@@ -202,7 +202,7 @@ def _signed(text: bytes, key: Path) -> dict[str, str]:
     try:
         private: Any = serialization.load_pem_private_key(key.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
-        raise PrivlabError(f"Cannot read the key '{key}': {' '.join(str(error).split())[:120]}.") from None
+        raise PrivlabError(f"Cannot read the key '{key}': {one_line(error)}.") from None
     if not isinstance(private, keys.Ed25519PrivateKey):
         raise PrivlabError(f"'{key}' is not an ed25519 key. Make one: openssl genpkey -algorithm ed25519 -out {key}.")
     return {"public_key": private.public_key().public_bytes_raw().hex(), "ed25519": private.sign(text).hex()}

@@ -8,7 +8,7 @@ from collections import ChainMap
 import click
 
 from privlab import __version__
-from privlab.base import CLOSED, OutputClosed, PrivlabError, end_streams, memory_ended, prepare_streams
+from privlab.base import CLOSED, OutputClosed, PrivlabError, end_streams, memory_ended, one_line, prepare_streams
 from privlab.cli.attack import attack
 from privlab.cli.audit import audit
 from privlab.cli.benchmark import admit, benchmark
@@ -58,8 +58,7 @@ def _status(arguments: list[str]) -> int:
     except Exception as error:  # the last resort: no traceback reaches a user who did not ask for it
         if (memory := memory_ended(error)) is not None:
             return _complain(memory, debug)
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        return _complain(f"{what} (a fault of privlab, not yours; --debug shows where)", debug)
+        return _complain(f"{one_line(error, kind=True)} (a fault of privlab, not yours; --debug shows where)", debug)
 
 
 def _complain(message: str, debug: bool) -> int:

@@ -186,9 +186,7 @@ def _report(run: "Run", as_json: bool) -> int:
         shared.print_json(result | {"failed": len(failed)})
     else:
         shared.print_text(f"leaks: {LEAKS[run.leaks]}")
-        if kind == "batches":
-            _print_batches(rows)
-        elif rows:  # else a flag says that no attack ran
+        if rows:  # else a flag says that no attack ran
             _print_attacks(run, rows)
         if reference is not None:
             shared.print_text(f"reference: {reference}")
@@ -205,34 +203,15 @@ def _report(run: "Run", as_json: bool) -> int:
 def _print_attacks(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what each attack proves, and its scores by the reference, with few metrics in a table."""
     from privlab.grids import KNOWN
-    from privlab.report.evidence import what_it_says
+    from privlab.report.evidence import attacks_section, scores_of
     from privlab.report.tables import shown_metrics
 
-    facts = run.results.facts
-    what = "gradient" if run.spec.client is None else "update"
-    proofs: list[tuple[str, str, str]] = []
-    for row in rows:
-        residual = f"{float(row['residual']):.1e}" if "residual" in row else "n/a"
-        proofs.append((row["attack"], residual, what_it_says(row, what, as_stored=facts["reference"] is None)))
-    shared.print_columns(("attack", "residual", "what it says"), proofs)
-    shared.print_text(f"residual: distance between the {what} of the image and the released one; 0 is the same")
+    facts, found = run.results.facts, attacks_section(run.results, rows)
+    shared.print_columns(found.head, found.rows)
+    for line in found.lines:
+        shared.print_text(line)
     shown = [] if "unscored" in facts else shown_metrics(run.spec.metrics)
     for start in range(0, len(shown), _SCORES_IN_A_ROW):
         metrics = [KNOWN[name] for name in shown[start : start + _SCORES_IN_A_ROW]]
         headings = [Column(f"{m.name.replace('_', ' ')} {m.arrow}", justify="right") for m in metrics]
-        scores = [[f"{float(row[m.name]):.{m.decimals}f}" if m.name in row else "n/a" for m in metrics] for row in rows]
-        named = [(row["attack"], *cells) for row, cells in zip(rows, scores, strict=True)]
-        shared.print_columns(("attack", *headings), named)
-
-
-def _print_batches(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print of each attack how many batches it read, and how long it took."""
-    lines: list[tuple[str, ...]] = []
-    for attack in dict.fromkeys(row["attack"] for row in rows):
-        of_attack = [row for row in rows if row["attack"] == attack]
-        images = sum(row.get("images", 0) for row in of_attack)
-        ms = f"{1000 * sum(row.get('seconds', 0) for row in of_attack) / images:.1f}" if images else "n/a"
-        failed = sum(row["status"] == "failed" for row in of_attack)
-        lines.append((attack, str(len(of_attack)), str(images), str(failed), ms))
-    shared.print_columns(("attack", "batches", "images", "failed", "ms per image"), lines)
-    shared.print_text("no private image is known, so nothing is scored: look at the images")
+        shared.print_columns(("attack", *headings), [(row["attack"], *scores_of(row, metrics)) for row in rows])

@@ -75,6 +75,6 @@ def _nothing_left(run: Run) -> str | None:
     images = records.image.nunique()
     return (
         f"Nothing could be attacked of {images} image{'s' * (images > 1)}: {reason}. Found --defense "
-        f"{spec.defense_name}, options {', '.join(spec.words.options) or 'none'}: let it leave more. That no attack "
-        "can run is no evidence of privacy."
+        f"{spec.defense_name}, options {', '.join(spec.adversary.options) or 'none'}: let it leave more. That no "
+        "attack can run is no evidence of privacy."
     )

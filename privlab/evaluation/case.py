@@ -36,7 +36,7 @@ AnyAttack = Attack | FeatureAttack
 
 @dataclass(frozen=True)
 class Words:
-    """The names and options by which a case was asked for, as `run.json` states them.
+    """The names and numbers by which a case was asked for, as `run.json` states them.
 
     The case holds the objects that they name. An attack or a defense may be given as an instance, which is stated by
     its class, its options and its source. `own_loss` is a client's function, with the hash of its source.
@@ -49,7 +49,6 @@ class Words:
     release: str = "auto"
     client: str | None = None
     own_loss: tuple[Callable[..., Any], str] | None = None
-    options: tuple[str, ...] = ()
     client_batch: int = 16
     cut_layer: int = 0
     gradient_batch: int = 1
@@ -119,7 +118,8 @@ class Adversary:
     """Who attacks: the attacks, the effort, public images, and how shuffled patches are put in order.
 
     Without `attacks`, all that can run and need not be named are made with those of the `options` that are meant for
-    them. `force` grants what can be forced, on a block that is named.
+    them; others are meant for named attacks, defenses and the client. `force` grants what can be forced, on a block
+    that is named.
     """
 
     attacks: tuple[AnyAttack, ...] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 import privlab
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, sha256_of
 from privlab.defenses import Jigsaw
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.case import (
@@ -23,7 +23,7 @@ from privlab.evaluation.case import (
     shuffles,
 )
 from privlab.evaluation.names import GEOMETRIES, check_names
-from privlab.images import NamedImage, as_text, one_line
+from privlab.images import NamedImage, as_text
 from privlab.metrics import METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
 from privlab.release import kinds_of
@@ -238,7 +238,7 @@ class Rows:
         """Return what else a score depends on: labels, rounding, public images, the client, and re-assembly."""
         spec, labels = self.spec, self.spec.data.labels
         given: dict[str, object] = {
-            "labels": labels if labels in (None, "predicted") else _digest(Path(labels)),
+            "labels": labels if labels in (None, "predicted") else sha256_of(Path(labels))[:16],
             "eight_bit": spec.eight_bit,
             "public": hashlib.sha256("/".join(self.public).encode()).hexdigest()[:16],
         }
@@ -254,17 +254,10 @@ class Rows:
             given["gradient_batch"] = spec.release.images
         if (by := spec.adversary.reassembly) != Borders():
             patches = (self.base.model.grid, self.base.model.patch)
-            own = {"weights": _digest(by.file(*patches))} if isinstance(by, Predicted) else {}
+            own = {"weights": sha256_of(by.file(*patches))[:16]} if isinstance(by, Predicted) else {}
             given["reassembly"] = {by.name: asdict(by) | own}
         return given | ({"force": True} if spec.adversary.force else {})
 
 
 _LATER = {"clients": 1, "class_weights": None, "pos_weight": None, "gamma": 2.0, "alpha": None}
 """Settings of clients that came after others, with the values for which records have the keys of before."""
-
-
-def _digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise PrivlabError(f"Cannot read the labels '{path}': {one_line(error)}.") from None

@@ -20,7 +20,7 @@ from loky import ProcessPoolExecutor
 from loky.backend import get_context
 from loky.process_executor import TerminatedWorkerError
 
-from privlab.base import PrivlabError, core_count
+from privlab.base import PrivlabError, core_count, one_line
 from privlab.grids.engine import Engine
 from privlab.grids.tasks import Result, Task, run_task
 
@@ -172,8 +172,9 @@ def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object])
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, PrivlabError) else error) from None
     except (ray.exceptions.RayError, ConnectionError) as error:
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise PrivlabError(f"The Ray cluster failed: {what[:200]}. What was finished is kept; run again.") from error
+        raise PrivlabError(
+            f"The Ray cluster failed: {one_line(error)}. What was finished is kept; run again."
+        ) from error
     except _HeadLost as error:
         started = False  # without its head, Ray takes a minute to shut down and then ends the process
         raise PrivlabError(f"The Ray cluster failed: {error}. What was finished is kept; run again.") from None

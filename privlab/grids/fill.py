@@ -87,8 +87,9 @@ def fill(
         table = "holds a run of privlab attack. Give another --out."
         attack = "holds another run. Overwrite it (--overwrite) or give another directory."
         raise PrivlabError(f"'{path}' {attack if stated else table}")
-    if earlier and any(isinstance(task.spec.data.images, Data) for task in grid.tasks):
-        _check_same_images(path, manifests)
+    in_python = any(isinstance(task.spec.data.images, Data) for task in grid.tasks)  # no name says which images
+    if in_python and earlier and earlier.get("image_lists") != now["image_lists"]:
+        raise PrivlabError(f"'{path}' holds a run on other images. Overwrite it (overwrite=True), or give another out.")
     if earlier.get("cases") == now["cases"]:  # the same experiment: its earlier warnings still hold
         messages += [message for message in earlier["warnings"] if message not in messages]
     for message in messages:
@@ -111,15 +112,6 @@ def fill(
                     warn(message)
             done += len(result.task.images)
             progress(done, total, result)
-
-
-def _check_same_images(path: Path, manifests: Mapping[str, str]) -> None:
-    """Refuse other images than those of the earlier run, where no name of a source says that they differ."""
-    for name, text in manifests.items():
-        if (file := path / name).is_file() and file.read_text("utf-8").splitlines() != text.splitlines():
-            raise PrivlabError(
-                f"'{path}' holds a run on other images. Overwrite it (overwrite=True) or give another directory."
-            )
 
 
 def joined_warnings(messages: Sequence[str], attacks: Sequence[str]) -> list[str]:

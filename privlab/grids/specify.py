@@ -63,14 +63,14 @@ def specify(
     given["settings"] = _names(setting or _usual_setting(victim, words, kinds))
     reassembly = given.pop("reassembly", Borders.name)
     check_names("reassembly", [reassembly])
-    adversary = Adversary(**_of(Adversary, given), reassembly=_reassembly(reassembly, words))
+    adversary = Adversary(**_of(Adversary, given), reassembly=_reassembly(reassembly, given.get("options", ())))
     seed = given.get("seed", Case.seed)
     check_stated(vars(adversary) | vars(words) | {"block": victim.block, "settings": given["settings"], "seed": seed})
     _check_options(words, adversary, parts, reassembly)
     if words.attacks is not None:
         made = (adversary.made(attacks()[name]) if isinstance(name, str) else name for name in words.attacks)
         adversary = replace(adversary, attacks=tuple(made))
-    given |= {"release": _release(words, adversary, kinds), "defense": _defenses(words, parts)}
+    given |= {"release": _release(words, adversary, kinds), "defense": _defenses(words, adversary, parts)}
     data = Choice(**_of(Choice, given))
     return Case(victim=victim, data=data, adversary=adversary, words=words, **_of(Case, given))
 
@@ -92,7 +92,7 @@ def released_by(case: Case, client: Client, options: Sequence[str]) -> Case:
         client: the settings of the other client.
         options: all options of the case, those that state this client included.
     """
-    return replace(case, release=Update(client), words=replace(case.words, options=tuple(options)))
+    return replace(case, release=Update(client), adversary=replace(case.adversary, options=tuple(options)))
 
 
 def _in_words(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,17 +150,17 @@ def _of(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: given[f.name] for f in fields(kind) if f.name in given}
 
 
-def _reassembly(name: str, words: Words) -> Any:  # noqa: ANN401
+def _reassembly(name: str, options: Sequence[str]) -> Any:  # noqa: ANN401
     """Return the re-assembly of a name, with its options: those that start with its name."""
-    options = [option for option in words.options if option.strip().startswith(f"{name}.")]
+    options = [option for option in options if option.strip().startswith(f"{name}.")]
     read_options(options, [REASSEMBLIES[name]])
     return configure(REASSEMBLIES[name], options)
 
 
 def _check_options(words: Words, adversary: Adversary, parts: Sequence[Part], reassembly: str) -> None:
     """Check that every option of --set is one of an attack or a defense that this run may use."""
-    own = set(client_options(words.options)) if words.client is not None else set[str]()
-    others = [each for each in words.options if each not in own and not each.strip().startswith(f"{reassembly}.")]
+    own = set(client_options(adversary.options)) if words.client is not None else set[str]()
+    others = [each for each in adversary.options if each not in own and not each.strip().startswith(f"{reassembly}.")]
     of_defenses = [defenses()[part] for part in parts if isinstance(part, str) and part != "auto"] or [Mjp]
     if words.attacks is None:
         of_attacks = default_attacks(adversary.effort)
@@ -169,13 +169,15 @@ def _check_options(words: Words, adversary: Adversary, parts: Sequence[Part], re
     read_options(others, [*of_defenses, *of_attacks.values()])
 
 
-def _defenses(words: Words, parts: Sequence[str | AnyDefense]) -> tuple[AnyDefense, ...] | Automatic:
+def _defenses(
+    words: Words, adversary: Adversary, parts: Sequence[str | AnyDefense]
+) -> tuple[AnyDefense, ...] | Automatic:
     """Return the stacked defenses with their options; γ and `masked_pe` are those of the run where it states them."""
 
     def made(kind: type[Any]) -> Any:  # noqa: ANN401
         stated = {"gamma": words.gamma, "masked_pe": words.masked_pe}
         given = {f.name: stated[f.name] for f in fields(kind) if stated.get(f.name) is not None}
-        return configure(kind, words.options, given)
+        return configure(kind, adversary.options, given)
 
     automatic = Automatic(made(Mjp), made(Jigsaw))  # it checks the words, also where other defenses are named
     if words.defense == "auto":
@@ -209,7 +211,7 @@ def _release(words: Words, adversary: Adversary, kinds: Sequence[type[Any]]) -> 
         return Features(words.cut_layer, words.client_batch)
     if words.client is None:
         return Gradient(words.gradient_batch)
-    client = client_of(words.client, words.options)
+    client = client_of(words.client, adversary.options)
     return Update(client if words.own_loss is None else client.with_loss(words.own_loss[0]))
 
 

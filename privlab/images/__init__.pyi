@@ -5,7 +5,6 @@ from .decode import LabelOrigin as LabelOrigin
 from .decode import NamedImage as NamedImage
 from .decode import as_text as as_text
 from .decode import check_bit_depth as check_bit_depth
-from .decode import one_line as one_line
 from .decode import read_image as read_image
 from .encode import data_uri as data_uri
 from .encode import facts_html as facts_html

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from privlab.base import PrivlabError, check_name
+from privlab.base import PrivlabError, check_name, one_line
 from privlab.images import medical
 from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data
-from privlab.images.decode import MAX_BYTES, Target, one_line
+from privlab.images.decode import MAX_BYTES, Target
 from privlab.images.targets import checked_targets, class_indices, target_of
 
 _IMAGES = re.compile(r"(?:(?P<split>\w+)_images|x_(?P<other>\w+))")

@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from privlab.base import PrivlabError
-from privlab.images.decode import LabelOrigin, NamedImage, Target, file_hash, one_line, read_image
+from privlab.base import PrivlabError, one_line
+from privlab.images.decode import LabelOrigin, NamedImage, Target, file_hash, read_image
 from privlab.images.targets import target_of
 
 IMAGE_COLUMNS = ("image", "img", "jpeg", "jpg", "png", "bytes", "pixel_values")

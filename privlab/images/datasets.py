@@ -12,9 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from privlab.base import PrivlabError, check_file, check_name, most_unpacked, unknown_name
+from privlab.base import PrivlabError, check_file, check_name, most_unpacked, one_line, unknown_name
 from privlab.images.data import IMAGE_COLUMNS, LABEL_COLUMNS, Data, Spool
-from privlab.images.decode import one_line
 from privlab.images.sources import SPLITS
 from privlab.images.targets import plain_name, target_of
 

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
-from privlab.base import PrivlabError, PrivlabWarning, warn
+from privlab.base import PrivlabError, PrivlabWarning, one_line, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,11 +214,6 @@ def warn_if_dark(bit_depth: int | None) -> Callable[[NamedImage], NamedImage]:
         return image
 
     return check
-
-
-def one_line(error: BaseException) -> str:
-    """Return the error's message without line breaks and without the full stop, or its type where it has none."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def as_text(name: str) -> str:

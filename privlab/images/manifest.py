@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from privlab.base import PrivlabError, check_range, read_bytes, sha256_of, unknown_name
+from privlab.base import PrivlabError, check_range, one_line, read_bytes, sha256_of, unknown_name
 from privlab.images.data import Data
-from privlab.images.decode import LabelOrigin, NamedImage, Target, as_text, one_line
+from privlab.images.decode import LabelOrigin, NamedImage, Target, as_text
 from privlab.images.targets import class_indices, target_of
 
 MEMBERS = ("seen", "not seen", "unknown")

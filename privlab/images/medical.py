@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, one_line
 from privlab.images.decode import MAX_BYTES, MAX_CHANNELS, check_size, file_bytes
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def dicom_image(dataset: "Dataset", frame: int = 0) -> Image.Image:
     try:
         levels = pixels.pixel_array(dataset, index=frame)  # h × w, or h × w × 3 in RGB
     except (RuntimeError, NotImplementedError) as error:  # pydicom names the packages
-        syntax, found = dataset.file_meta.TransferSyntaxUID.name, " ".join(str(error).split())
-        raise PrivlabError(f"DICOM pixels in '{syntax}' need another package: {found}") from None
+        syntax = dataset.file_meta.TransferSyntaxUID.name
+        raise PrivlabError(f"DICOM pixels in '{syntax}' need another package: {one_line(error)}.") from None
     kind = str(dataset.PhotometricInterpretation)
     if kind == "PALETTE COLOR":
         levels = pixels.apply_color_lut(levels, dataset)

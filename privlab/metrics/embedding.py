@@ -10,7 +10,7 @@ from jaxtyping import Float
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, one_line, unknown_name
 from privlab.victims import hash_of, read_state
 
 
@@ -59,9 +59,7 @@ def load_embedding(text: str, device: torch.device | str = "cpu") -> Embedding:
     try:
         found = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise PrivlabError(
-            f"The weights of {Path(file).name} do not fit {name}: {str(error).splitlines()[-1]}"
-        ) from error
+        raise PrivlabError(f"The weights of {Path(file).name} do not fit {name}: {one_line(error)}.") from error
     if found.missing_keys:
         raise PrivlabError(f"The weights of {Path(file).name} do not fit {name}. missing: {found.missing_keys[0]} …")
     config = resolve_model_data_config(module)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_name, installed_plugins, memory_ended, warn
+from privlab.base import PrivlabError, check_name, installed_plugins, memory_ended, one_line, warn
 from privlab.metrics import formulas
 from privlab.metrics.formulas import FORMULAS, Pair, check_shapes
 from privlab.metrics.lpips_backbones import LPIPS_BACKBONES, find_backbone, load_features, read_features
@@ -164,8 +164,7 @@ def _read(point: EntryPoint) -> Metric | str:
     try:
         metric = point.load()
     except Exception as error:  # a package of others raises anything, and the other metrics do without it
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"{said} cannot be loaded from '{point.value}': {why}."
+        return f"{said} cannot be loaded from '{point.value}': {one_line(error, kind=True)}."
     if isinstance(metric, Metric) and metric.name == point.name and point.name.isidentifier():
         return metric
     return f"{said} must be a Metric whose name is '{point.name}', in letters, digits and underscores."
@@ -247,8 +246,8 @@ def _value(name: str, pair: Pair, learned: Mapping[str, Learned]) -> Float[Tenso
     except Exception as error:  # a package of others raises anything
         if own or isinstance(error, PrivlabError) or memory_ended(error) is not None:
             raise
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise PrivlabError(f"Metric '{name}', which another package defines, raised {why}.") from error
+        raised = one_line(error, kind=True)
+        raise PrivlabError(f"Metric '{name}', which another package defines, raised {raised}.") from error
     if not own and not isinstance(values, Tensor):
         raise PrivlabError(f"Metric '{name}' must return a tensor. Found {type(values).__name__}.")
     if values.shape != pair.x.shape[:1]:

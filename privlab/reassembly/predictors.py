@@ -20,7 +20,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError, parse_json, unknown_name
+from privlab.base import PrivlabError, one_line, parse_json, unknown_name
 from privlab.patches import patchify
 from privlab.victims import VictimModel, shipped_file
 
@@ -250,9 +250,8 @@ def _load(path: Path, device: torch.device, *stamp: int) -> PositionPredictor:
             raise PrivlabError("its tensors are not those of the network that it describes")
         return _fill(facts, state).to(device)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivlabError(
-            f"'{path}' is no position predictor, such as the predictor.safetensors of `privlab train mp3`: {reason}."
+            f"'{path}' is no position predictor, such as `privlab train mp3` makes: {one_line(error)}."
         ) from error
 
 

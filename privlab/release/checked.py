@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, one_line
 from privlab.victims import Victim, VictimModel
 
 Images = Tensor | np.ndarray | Sequence[Tensor] | Sequence[np.ndarray]  # b images as `images_for` takes them
@@ -118,6 +118,5 @@ def _tensor(given: Any, what: str) -> Tensor:  # noqa: ANN401
         if isinstance(given, np.ndarray | Sequence) and not isinstance(given, str | bytes):
             return torch.from_numpy(np.ascontiguousarray(given))
     except (TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise PrivlabError(f"The {what} cannot be made one tensor: {reason}.") from error
+        raise PrivlabError(f"The {what} cannot be made one tensor: {one_line(error)}.") from error
     raise PrivlabError(f"The {what} must be a tensor or a NumPy array. Found {type(given).__name__}.")

@@ -254,11 +254,11 @@ def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
     The gradient has every parameter that clients release: a defense may look for any of them by its name.
     """
     parameters = dict(model.vit.named_parameters())
-    seed = Generator().manual_seed(0)
-    true = {
-        name: torch.randn(2, *parameters[name].shape, generator=seed).to(model.mean)
-        for name in sorted(released_parameters(model) & parameters.keys())
-    }
+    shapes = {name: parameters[name].shape for name in sorted(released_parameters(model) & parameters.keys())}
+    # All of them share one table of random numbers, as long as the largest, which is drawn and held once.
+    longest = max(shape.numel() for shape in shapes.values())
+    table = torch.randn(2, longest, generator=Generator().manual_seed(0)).to(model.mean)
+    true = {name: table[:, : shape.numel()].unflatten(1, shape) for name, shape in shapes.items()}
     first, second = islice(_draws(2), 2)
     one = part.release({name: g.clone() for name, g in true.items()}, first.images)
     two = part.release({name: g.clone() for name, g in true.items()}, second.images)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base import PrivlabError, read_bytes, read_json, refuse_links, warn, write_whole
+from privlab.base import PrivlabError, one_line, read_bytes, read_json, refuse_links, warn, write_whole
 from privlab.release.given import session_folders
 
 _FORMAT, _VERSION = "privlab-recording", 1
@@ -184,7 +184,7 @@ def _about(path: Path) -> dict[str, Any]:
     try:
         found = about["format"], about["version"], about["session"]
     except KeyError as error:
-        raise PrivlabError(f"'{path}' cannot be read as a recording: {type(error).__name__}: {error}.") from error
+        raise PrivlabError(f"'{path}' cannot be read as a recording: {one_line(error, kind=True)}.") from error
     if found[:2] != (_FORMAT, _VERSION):
         raise PrivlabError(f"'{path}' must be {_FORMAT}, version {_VERSION}. Found {found[0]}, version {found[1]}.")
     return about
@@ -198,6 +198,6 @@ def _batch(session: str, kind: Kind, number: int, path: Path) -> Recorded | None
             if tensor.ndim != 3 or tensor.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"expected b × t × d floats, found {tuple(tensor.shape)} of {tensor.dtype}")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        warn(f"Left out '{path}': {' '.join(str(error).split())}.", 2)
+        warn(f"Left out '{path}': {one_line(error)}.", 2)
         return None
     return Recorded(session, kind, number, features, gradient)

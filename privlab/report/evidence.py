@@ -9,8 +9,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, first, options_of
-from privlab.evaluation import Case, Words, unread
+from privlab.evaluation import Case, unread
 from privlab.grids import KNOWN, case_of
+from privlab.metrics import Metric
 from privlab.report.run import LEAKS
 from privlab.report.tables import Results, Table, scope, to_markdown
 from privlab.report.tables.writers import Cell, Column, Line
@@ -67,7 +68,7 @@ def evidence_of(results: Results) -> list[Section]:
         return []
     case = case_of(facts["specification"], facts["cases"][0]["jobs"][0]["released"])
     leaks, kind = facts.get("leaks"), "gradient" if case.released == "gradients" else case.released
-    rows: list[Mapping[str, Any]] = [row for row in facts.get("attacks", facts.get("batches")) if _made(row)]
+    rows = [row for row in facts.get("attacks", facts.get("batches")) if _made(row)]
     tried = list(dict.fromkeys(row["attack"] for row in rows))
     proven = list(dict.fromkeys(row["attack"] for row in rows if row.get("explained") or row.get("levels_wrong") == 0))
     verdict = f"leaks: {LEAKS[leaks]}"
@@ -82,8 +83,8 @@ def evidence_of(results: Results) -> list[Section]:
     return [
         Section("Verdict", [f"{verdict}{by}."]),
         Section("Keep it as you keep the private image", [_warning(results)]),
-        Section("What was attacked", rows=_attacked(facts, case.words)),
-        Section(_CAME_BACK, **_came_back(results, rows, kind)),
+        Section("What was attacked", rows=_attacked(facts, case)),
+        attacks_section(results, rows, [KNOWN[results.lead]]),
         Section("What was not tried", [_NOT_TRIED], ("reason", "attacks"), _not_tried(case, tried, facts)),
         Section("Threat model", [_threat_model(kind, tried), scope(results.records)]),
         Section("Flags and warnings", weak or ["None."]),
@@ -95,8 +96,8 @@ def evidence_of(results: Results) -> list[Section]:
 
 
 def attacks_table(results: Results) -> Table:
-    """Return the table of an audit's attacks: what each proves, with its score where there is a reference."""
-    section = next(each for each in evidence_of(results) if each.title == _CAME_BACK)
+    """Return the table of the attacks of an audit without a reference: what each proves."""
+    section = attacks_section(results, results.facts.get("attacks", results.facts.get("batches")))
     lines = [Line([Cell(text) for text in row]) for row in section.rows]
     return Table([Column(head) for head in section.head or ("attack",)], lines, [("", line) for line in section.lines])
 
@@ -129,7 +130,83 @@ def _made(row: Mapping[str, Any]) -> bool:
     return not row["attack"].startswith("control:")
 
 
-def what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
+_OF_REFUSALS = " That it does not apply is no evidence of privacy."
+_NOT_TRIED = "That an attack was not tried is no evidence of privacy."
+_NO_ASSESSMENT = (
+    "This page supports an assessment of these clauses. It is not an assessment itself, and states no finding under a "
+    "law or a standard."
+)
+
+
+def _warning(results: Results) -> str:
+    reference = "" if "unscored" in results.facts else "the private image and "
+    return (
+        f"The folder {results.path} holds {reference}reconstructions, which may be the private image, and so does this "
+        "page as HTML. In Markdown it has no pictures; labels, names of files and their hashes are in both."
+    )
+
+
+def _attacked(facts: Mapping[str, Any], case: Case) -> list[tuple[str, str]]:
+    """Return the model, what it released, and how the client trained as far as that was stated or fitted."""
+    victim, released = facts["victim"], facts.get("released", {})
+    channels, height, width = victim["input"]
+    fitted = {name: value for row in facts.get("attacks", ()) for name, value in row.get("fitted", {}).items()}
+    usual = {*options_of(Client())} - {f"client.lr={Client.lr}", f"client.steps={Client.steps}"}
+    stated = [option for option in case.adversary.options if option not in usual]
+    rows = [
+        ("model", f"{victim['name']}, {channels} × {height} × {width}, patches of {victim['patch']}"),
+        ("released", f"{facts['images']['source']}, images: {facts['images']['count']}"),
+        ("parameters released", str(released.get("gradients", ""))),
+        ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
+        ("client, as stated", "; ".join([case.words.client, *stated]) if case.words.client is not None else ""),
+        ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
+        ("defense", facts["cases"][0]["options"]["defense"]),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def attacks_section(results: Results, rows: Sequence[Mapping[str, Any]], metrics: Sequence[Metric] = ()) -> Section:
+    """Return the table of an audit's attacks: of features how many batches each read, else what each proves.
+
+    Args:
+        results: the audit's.
+        rows: those of `run.json` that it shows.
+        metrics: those whose scores it has too, if there is a reference.
+    """
+    title, facts = "By which attacks, and what came back", results.facts
+    if not rows:
+        return Section(title, ["No attack ran."])
+    if "batches" in facts:
+        head = ("attack", "batches", "images", "failed", "ms per image")
+        return Section(title, ["Features prove no image: look at the pictures."], head, _by_attack(rows))
+    kind = facts["cases"][0]["jobs"][0]["released"].removesuffix("s")  # "gradient" or "update"
+    scored, as_stored, lines = [] if "unscored" in facts else metrics, facts["reference"] is None, []
+    for row in rows:
+        residual = f"{float(row['residual']):.1e}" if "residual" in row else "n/a"
+        lines.append((row["attack"], residual, _what_it_says(row, kind, as_stored=as_stored), *scores_of(row, scored)))
+    head = ("attack", "residual", "what it says", *(f"{metric.name} {metric.arrow}" for metric in scored))
+    about = f"residual: distance between the {kind} of the image and the released one; 0 is the same"
+    return Section(title, [about], head, lines)
+
+
+def scores_of(row: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
+    """Return the scores of a row of an audit as texts; what was not measured is "n/a"."""
+    return [f"{float(row[m.name]):.{m.decimals}f}" if m.name in row else "n/a" for m in metrics]
+
+
+def _by_attack(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return for each attack how many batches of features it read, and how long it took."""
+    lines: list[tuple[str, ...]] = []
+    for attack in dict.fromkeys(row["attack"] for row in rows):
+        of_attack = [row for row in rows if row["attack"] == attack]
+        images = sum(row.get("images", 0) for row in of_attack)
+        ms = f"{1000 * sum(row.get('seconds', 0) for row in of_attack) / images:.1f}" if images else "n/a"
+        failed = sum(row["status"] == "failed" for row in of_attack)
+        lines.append((attack, str(len(of_attack)), str(images), str(failed), ms))
+    return lines
+
+
+def _what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
     """Return what a row of an audit proves about the private image.
 
     Args:
@@ -150,64 +227,6 @@ def what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
         return f"{'stored images: they lie' if several else 'a stored image: it lies'} on grey levels"
     image = "the private image: it gives" if as_stored else "what was fed: it gives"
     return f"{'the private images: together they give' if several else image} the released {what}"
-
-
-_CAME_BACK = "By which attacks, and what came back"
-_OF_REFUSALS = " That it does not apply is no evidence of privacy."
-_NOT_TRIED = "That an attack was not tried is no evidence of privacy."
-_NO_ASSESSMENT = (
-    "This page supports an assessment of these clauses. It is not an assessment itself, and states no finding under a "
-    "law or a standard."
-)
-
-
-def _warning(results: Results) -> str:
-    reference = "" if "unscored" in results.facts else "the private image and "
-    return (
-        f"The folder {results.path} holds {reference}reconstructions, which may be the private image, and so does this "
-        "page as HTML. In Markdown it has no pictures; labels, names of files and their hashes are in both."
-    )
-
-
-def _attacked(facts: Mapping[str, Any], words: Words) -> list[tuple[str, str]]:
-    """Return the model, what it released, and how the client trained as far as that was stated or fitted."""
-    victim, released = facts["victim"], facts.get("released", {})
-    channels, height, width = victim["input"]
-    fitted = {name: value for row in facts.get("attacks", ()) for name, value in row.get("fitted", {}).items()}
-    usual = {*options_of(Client())} - {f"client.lr={Client.lr}", f"client.steps={Client.steps}"}
-    stated = [option for option in words.options if option not in usual]
-    rows = [
-        ("model", f"{victim['name']}, {channels} × {height} × {width}, patches of {victim['patch']}"),
-        ("released", f"{facts['images']['source']}, images: {facts['images']['count']}"),
-        ("parameters released", str(released.get("gradients", ""))),
-        ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
-        ("client, as stated", "; ".join([words.client, *stated]) if words.client is not None else ""),
-        ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
-        ("defense", facts["cases"][0]["options"]["defense"]),
-    ]
-    return [row for row in rows if row[1]]
-
-
-def _came_back(results: Results, rows: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-    """Return the table of the attacks: of features how many batches each read, else what each proves, and its score."""
-    if "batches" in results.facts:
-        names = dict.fromkeys(row["attack"] for row in rows)
-        lines = [(name, str(sum(row["attack"] == name for row in rows))) for name in names]
-        return {
-            "lines": ["Features prove no image: look at the pictures."],
-            "head": ("attack", "batches"),
-            "rows": lines,
-        }
-    as_stored, metric = results.facts["reference"] is None, KNOWN[results.lead]
-    scored = "unscored" not in results.facts
-    lines = []
-    for row in rows:
-        residual = f"{row['residual']:.1e}" if "residual" in row else "n/a"
-        score = [f"{float(row[metric.name]):.{metric.decimals}f}" if metric.name in row else "n/a"] if scored else []
-        lines.append((row["attack"], residual, what_it_says(row, kind, as_stored=as_stored), *score))
-    head = ("attack", "residual", "what it says", *([f"{metric.name} {metric.arrow}"] if scored else []))
-    about = f"residual: distance between the {kind} of the image and the released one; 0 is the same."
-    return {"lines": [about if rows else "No attack ran."], "head": head if rows else (), "rows": lines}
 
 
 def _not_tried(case: Case, tried: Sequence[str], facts: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -47,6 +47,12 @@ class Run:
         path: the directory.
         ran: the case that this process ran, if it did.
         geometry: the layout of the patches whose scores are compared; by default that of the run.
+
+    Example:
+        >>> import privlab
+        >>> run = privlab.attack("cifar_vit", attacks="patch-gradient", metrics="psnr", limit=1, progress=False)
+        >>> int(run.table()["exact"].max())
+        1
     """
 
     path: Path

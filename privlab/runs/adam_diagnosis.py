@@ -10,7 +10,8 @@ from torch import Tensor
 from privlab.attacks.solvers import RTOL, largest_step, least_step
 from privlab.base import PrivlabError
 from privlab.release import rounding_deviation
-from privlab.runs.update_diagnosis import TWO_MODELS, at_rate, decay_that_takes, share_of_weights, weights_before
+from privlab.runs.client_fit import at_rate, decay_that_takes, share_of_weights, weights_before
+from privlab.runs.update_diagnosis import TWO_MODELS
 from privlab.threat import Client, Observation
 
 _ROUNDS = 8  # times that a rate is corrected: decay depends on it too

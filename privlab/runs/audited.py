@@ -30,13 +30,8 @@ from privlab.release.update_files import update_between, update_observation
 from privlab.runs.adam_diagnosis import check_adam, looks_like_adam
 from privlab.runs.audit_certificate import what_released
 from privlab.runs.audits import audited_victim
-from privlab.runs.update_diagnosis import (
-    TWO_MODELS,
-    Fitted,
-    UpdateDiagnosis,
-    label_of_image,
-    share_of_weights,
-)
+from privlab.runs.client_fit import Fitted, share_of_weights
+from privlab.runs.update_diagnosis import TWO_MODELS, UpdateDiagnosis, label_of_image
 from privlab.threat import Capability, Client, Observation
 from privlab.victims import Victim, own_layout, read_state
 
@@ -180,7 +175,7 @@ def _read_update(
     filters = defense_of(spec, base, spec.settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
     if seen.client is not None and seen.client != client:  # a file of the model's own weights has no adapters
-        options = (each for each in spec.words.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
+        options = (each for each in spec.adversary.options if each.partition("=")[0].strip() not in _OF_ADAPTERS)
         sent = (f"client.sends={seen.client.sends}", f"client.sent_as={seen.client.sent_as}")
         sent = sent if seen.client.sent_as != client.sent_as else ()
         spec = released_by(spec, seen.client, [*options, f"client.trains={seen.client.trains}", *sent])
@@ -196,7 +191,7 @@ def _explained(audited: Audited, fitted: Fitted, label: int) -> Audited:
         told = Told((label,), (label,))
     return replace(
         audited,
-        spec=released_by(audited.spec, fitted.client, [*audited.spec.words.options, *options]),
+        spec=released_by(audited.spec, fitted.client, [*audited.spec.adversary.options, *options]),
         seen=replace(audited.seen, client=fitted.client),
         told=told,
         fitted=settings,
@@ -260,7 +255,7 @@ def _fed_whole(spec: Case) -> Case:
         f"Steps of client.batch_size={client.batch_size} feed {batches * client.batch_size} of client.images="
         f"{client.images}: client.batch_size={batch} is taken."
     )
-    return released_by(spec, replace(client, batch_size=batch), [*spec.words.options, f"client.batch_size={batch}"])
+    return released_by(spec, replace(client, batch_size=batch), [*spec.adversary.options, f"client.batch_size={batch}"])
 
 
 def _of_gradients(file: Path, spec: Case, device: torch.device, own: nn.Module | Victim | None) -> Audited:

@@ -22,7 +22,8 @@ from privlab.release import (
 from privlab.release.explained import explained_share
 from privlab.release.labels import label_of_update
 from privlab.release.update_files import update_between
-from privlab.runs.update_diagnosis import decay_shown, fed_pixels, residual_of_pixels
+from privlab.runs.client_fit import decay_shown
+from privlab.runs.update_diagnosis import fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
 

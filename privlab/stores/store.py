@@ -23,6 +23,7 @@ from privlab.base import (
     UNFINISHED,
     PrivlabError,
     delete_unfinished,
+    one_line,
     read_json,
     refuse_links,
     unwritable,
@@ -122,7 +123,7 @@ def _sound(parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.Table]:
         except FileNotFoundError:  # another process has removed it
             continue
         except (pa.ArrowException, OSError) as error:
-            _warn_of(part, str(error).partition("\n")[0].rstrip("."))
+            _warn_of(part, one_line(error))
             continue
         if table["schema"].null_count:
             _warn_of(part, "it holds no records")

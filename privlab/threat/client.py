@@ -108,6 +108,10 @@ class Client:
         sent_as: number format of what is sent: "float32", "bf16", "fp16", or "int8": each parameter x, a difference or
             weights, as s · round(x / s) with s = max |x| / 127.
 
+    Example:
+        >>> Client(lr=0.1, epochs=2, images=64, batch_size=32).total_steps
+        4
+
     Raises:
         PrivlabError: if a value is out of its range, or two values contradict each other.
     """

@@ -6,8 +6,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 from torchvision.ops import sigmoid_focal_loss
 
-from privlab.base import PrivlabError, check_range, full_precision
-from privlab.images import one_line
+from privlab.base import PrivlabError, check_range, full_precision, one_line
 from privlab.threat.client import Client
 from privlab.victims import VictimModel, check_classifies
 

@@ -7,7 +7,12 @@ from privlab.threat.client import Client
 
 @dataclass(frozen=True)
 class Gradient:
-    """What federated learning releases: the gradient of the mean loss of `batch` images."""
+    """What federated learning releases: the gradient of the mean loss of `batch` images.
+
+    Example:
+        >>> Gradient(batch=4).images
+        4
+    """
 
     batch: int = 1
 
@@ -19,7 +24,12 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Features:
-    """What split learning releases: the tokens after `cut_layer` blocks, of `batch` images at a time."""
+    """What split learning releases: the tokens after `cut_layer` blocks, of `batch` images at a time.
+
+    Example:
+        >>> Features(cut_layer=2).images
+        16
+    """
 
     cut_layer: int = 0
     batch: int = 16
@@ -32,7 +42,12 @@ class Features:
 
 @dataclass(frozen=True)
 class Update:
-    """What a federation's client releases: how far a round of local training moved the weights."""
+    """What a federation's client releases: how far a round of local training moved the weights.
+
+    Example:
+        >>> Update(Client(lr=0.1, steps=5, images=8)).images
+        8
+    """
 
     client: Client = field(default_factory=Client)
 
@@ -43,3 +58,4 @@ class Update:
 
 
 Release = Gradient | Features | Update
+"""What leaves a client."""

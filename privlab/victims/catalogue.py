@@ -1,13 +1,12 @@
 """Available models: the zoo that comes with privlab, timm's hub and its cache, and files that a user imported."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from privlab.base import PrivlabError, parse_json, read_text, unknown_name, write_whole
+from privlab.base import PrivlabError, parse_json, read_text, sha256_of, unknown_name, write_whole
 from privlab.victims import weights as stored
 from privlab.victims.layouts import bare_name
 from privlab.victims.named import find_pretrained, resolve, victim
@@ -106,7 +105,7 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
         "model": name,
         "architecture": made.architecture,
         "source": file.name,
-        "source_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "source_sha256": sha256_of(file),
         "sha256": digest,
         "fits": made.params() | {"classes": made.model.vit.num_classes, "tensors": len(state)},
         "left_out": sorted({bare_name(key) for key in read} - state.keys() - {"pos_embed.weight"}),

@@ -12,7 +12,7 @@ from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, full_precision, memory_ended
+from privlab.base import PrivlabError, full_precision, memory_ended, one_line
 from privlab.images.decode import MAX_CHANNELS
 from privlab.patches import unpatchify
 from privlab.victims.anatomy import (
@@ -125,7 +125,7 @@ class VictimModel(nn.Module):
         try:
             return copy.deepcopy(self)
         except (RuntimeError, TypeError) as error:
-            raise PrivlabError(f"{self._kind()} cannot be copied: {str(error).splitlines()[0]}") from error
+            raise PrivlabError(f"{self._kind()} cannot be copied: {one_line(error)}.") from error
 
     def _both_ways(self, images: Float[Tensor, "b c h w"]) -> tuple[Tensor, Tensor, set[str]]:
         """Return the logits by the parts of the model and by itself, and the layers of `layers_run_once`."""
@@ -138,8 +138,8 @@ class VictimModel(nn.Module):
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             if memory_ended(error) is not None:
                 raise
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise PrivlabError(f"{self._kind()} does not run as embedding, blocks, norm and head: {reason}") from error
+            reason = f"does not run as embedding, blocks, norm and head: {one_line(error)}"
+            raise PrivlabError(f"{self._kind()} {reason}.") from error
         if not isinstance(whole, Tensor) or parts.shape != whole.shape:
             found = f"{tuple(whole.shape)}" if isinstance(whole, Tensor) else type(whole).__name__
             raise PrivlabError(

@@ -13,7 +13,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_name, check_range, unknown_name, warn, with_plugins
+from privlab.base import PrivlabError, check_name, check_range, one_line, unknown_name, warn, with_plugins
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.anatomy import Vit, unwrapped
@@ -47,7 +47,13 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Victim:
-    """A model under attack, and everything that identifies it in a record."""
+    """A model under attack, and everything that identifies it in a record.
+
+    Example:
+        >>> import privlab
+        >>> privlab.victim("cifar_vit").model.image_shape
+        (3, 32, 32)
+    """
 
     name: str
     architecture: str
@@ -197,8 +203,7 @@ def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, un
         try:
             copied = cast("Vit", copy.deepcopy(vit))
         except (RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise PrivlabError(f"A model of your own is copied, and this one cannot be: {reason}") from error
+            raise PrivlabError(f"A model of your own is copied, and this one cannot be: {one_line(error)}.") from error
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
     head: nn.Module = nn.Identity()
     if classes is not None and copied.num_classes == 0:
@@ -368,9 +373,8 @@ def _create(
         try:
             made = timm.create_model(BASE if architecture in COMPACT else architecture, **options)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise PrivlabError(
-                f"timm cannot build {architecture} with {options or 'its defaults'}: {reason}"
+                f"timm cannot build {architecture} with {options or 'its defaults'}: {one_line(error)}."
             ) from error
     check_plain(made)
     return cast("Vit", made)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from privlab.base import PrivlabError, first, full_precision, gradients_enabled, memory_ended, warn
+from privlab.base import PrivlabError, first, full_precision, gradients_enabled, memory_ended, one_line, warn
 from privlab.victims.anatomy import causes, changed_parts
 from privlab.victims.closed_form import released_gradients, released_parameters
 from privlab.victims.feed import Feed
@@ -75,8 +75,8 @@ def check_gradients(own: nn.Module, model: VictimModel, head: nn.Module) -> None
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         if memory_ended(error) is not None:
             raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise PrivlabError(f"The gradients of {kind} cannot be compared to its victim's: {reason}") from error
+        reason = one_line(error)
+        raise PrivlabError(f"The gradients of {kind} cannot be compared to its victim's: {reason}.") from error
     differences: dict[str, float] = {}
     for found in ways:
         for name, difference in _differences(wanted, found).items():

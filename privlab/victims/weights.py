@@ -23,7 +23,17 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_archive, check_file, first, most_unpacked, read_json, read_text, warn
+from privlab.base import (
+    PrivlabError,
+    check_archive,
+    check_file,
+    first,
+    most_unpacked,
+    one_line,
+    read_json,
+    read_text,
+    warn,
+)
 from privlab.victims.anatomy import Vit
 from privlab.victims.layouts import KINDS, State, by_order, choose, kind_of, with_adapters
 from privlab.victims.names import check_weights_file, file_and_entry
@@ -196,8 +206,7 @@ def _content(path: Path) -> object:
             f"'{path}' is refused: {holds}, and privlab reads tensors only. Save its state_dict as safetensors."
         ) from error
     except Exception as error:  # on a damaged file, torch and NumPy raise nearly anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({reason}).") from error
+        raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({one_line(error)}).") from error
 
 
 def _check_size(content: object, size: int) -> None:
@@ -392,5 +401,4 @@ def pretrained_file(architecture: str, *, download: bool = True) -> Path:
     try:
         return Path(hf_hub_download(config.hf_hub_id, name))
     except Exception as error:  # whatever the hub's transport raises, the weights are unavailable
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise WeightsUnavailable(f"{config.hf_hub_id} cannot be downloaded ({reason}).") from error
+        raise WeightsUnavailable(f"{config.hf_hub_id} cannot be downloaded ({one_line(error)}).") from error

@@ -71,6 +71,18 @@ def test_images_that_are_not_told_apart_stay_grey(tiny_model: Model, crops: Tens
     assert (made == 0.5).all()
 
 
+def test_steps_that_train_more_than_the_head_are_beyond_its_range(tiny_model: Model, crops: Tensor) -> None:
+    """What it reads then is a mixture: the features of the image are off by a third after five steps."""
+    model, image = tiny_model(), crops[30:31]
+    steps = [Client(lr=0.1), Client(lr=0.1, steps=5, trains="head"), Client(lr=0.1, steps=5)]
+    found = [sent(model, image, [3], client) for client in steps]
+    assert [HeadInversion().beyond(seen) is None for seen in found] == [True, True, False]
+    own = model.features(image.to(model.mean))
+    off = [float((HeadInversion()._features(seen)[0] - own).norm() / own.norm()) for seen in found]
+    assert max(off[:2]) < 1e-6
+    assert off[2] > 0.25
+
+
 def test_what_it_refuses(tiny_model: Model, crops: Tensor) -> None:
     client = Client(lr=0.1, images=2, batch_size=2, steps=3, trains="head")
     with pytest.raises(PrivlabError, match=r"Found 2 images and client\.steps=3\."):

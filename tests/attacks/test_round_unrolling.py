@@ -23,6 +23,7 @@ from privlab.attacks.tokens import (
     slots_by_law,
 )
 from privlab.attacks.tokens.context import _Search
+from privlab.attacks.tokens.spans import Near, normalise
 from privlab.attacks.updates.round_unrolling import RoundUnrolling
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.evaluation import unread
@@ -269,3 +270,37 @@ def test_missing_tokens_are_found_and_embeddings_with_them(parts: Parts, crops: 
     assert sorted(tokens.place.tolist()) == list(range(17))
     assert_close(tokens.u[tokens.place.argsort()], parts.u[0], rtol=0, atol=1e-2)
     assert ((z - parts.z[0, 1:]).norm(dim=1) < 0.05 * parts.z[0, 1:].norm(dim=1)).all()
+
+
+def test_few_photographs_leave_a_search_without_starts(parts: Parts, crops: Tensor) -> None:
+    """Eight of them are those of the second pass, and the third pass, which would have none, ends the search."""
+    kept = torch.arange(16)
+    tokens, _ = complete_tokens(
+        parts.model,
+        parts.block,
+        parts.of,
+        Spans.of(parts.G1, parts.G2, parts.count),
+        (parts.G1, parts.G2),
+        ImageTokens(parts.u[0, kept], kept),
+        parts.model.embed(crops[:8].double())[:, 1:],
+        steps=2,
+        tolerance=0.0,
+        passes=3,
+    )
+    assert torch.equal(tokens.place, kept)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_guesses_of_a_release_without_any_token_are_left_out(parts: Parts, empty: int) -> None:
+    mlp, u = Mlp.of(parts.block), parts.u[0]
+    Q = torch.linalg.qr(u.new_ones(u.shape[1], 1)).Q
+    t = normalise(mlp, u)
+    guess = Near(u + 0.01, torch.nn.functional.normalize(t - t @ Q @ Q.mT, dim=1), Q)
+    G1, G2 = (torch.stack([G, G]).index_fill(0, torch.tensor([empty]), 0) for G in (parts.G1, parts.G2))
+    draws = [Generator().manual_seed(0) for _ in range(2)]
+    options = {"starts": 8, "rounds": 1, "steps": 40, "tolerance": 1e-2}
+    found = separate(mlp, G1, G2, parts.count, draws, **options, near=Near.of([guess, guess]))
+    assert (len(found[empty].u), found[empty].wanted) == (0, 0)
+    own = found[1 - empty].u
+    assert len(own) == len(u)
+    assert (torch.cdist(own, u).amin(1) < 1e-2 * u.norm(dim=1).mean()).all()

@@ -1,5 +1,6 @@
-"""Every public name has a docstring, and an entry on its room's page of the site."""
+"""Every public name has a docstring, and an entry on its room's page of the site; examples in docstrings run."""
 
+import doctest
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -8,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+import privlab
 from privlab.inventory.explain import explain
 
 EXTENSIONS = str(Path(__file__).parents[2] / "docs/_ext")
@@ -59,3 +61,19 @@ def test_a_page_begins_with_its_name_and_its_idea(extensions: tuple[ModuleType, 
     assert text.startswith(f"# `{name}`\n\n{page.idea}\n")
     assert all(f"\n## {title}\n\n{said}" in text for title, said in page.sections.items())
     assert not page.flow or extensions[0].drawing(page.name, page.flow) in text
+
+
+CLASSES = [name for name in privlab.__all__ if isinstance(getattr(privlab, name), type)]
+FINDER = doctest.DocTestFinder(recurse=False)
+EXAMPLES = {name: FINDER.find(getattr(privlab, name), name) for name in privlab.__all__ if not name.startswith("_")}
+
+
+def test_every_class_of_the_interface_has_an_example() -> None:
+    assert [name for name in CLASSES if not EXAMPLES[name][0].examples] == []
+
+
+@pytest.mark.parametrize("name", [name for name, found in EXAMPLES.items() if any(each.examples for each in found)])
+def test_the_example_of_a_docstring_prints_what_it_says(name: str) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for example in EXAMPLES[name]:
+        assert runner.run(example).failed == 0

@@ -35,7 +35,7 @@ PAGES = {
 """The pages that are written by hand. Generated ones hold the examples of commands, which are checked below."""
 
 SLOW = {f"docs/how-to/{name}.md" for name in ("tables", "gradients", "updates", "run", "images", "choose", "benchmark")}
-SLOW |= {"README.md", "docs/how-to/victims.md", "docs/how-to/which_file.md"}
+SLOW |= {"README.md", "docs/how-to/victims.md", "docs/how-to/which_file.md", "docs/reference/functions.md"}
 """Pages whose blocks take longer than some seconds."""
 
 

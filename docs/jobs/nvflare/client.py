@@ -4,7 +4,7 @@ import nvflare.client as flare
 import skimage.data
 import torch
 import torch.nn.functional as F
-from net import Net  # beside this script
+from net import Net  # a file in this folder
 
 if __name__ == "__main__":
     photograph = torch.from_numpy(skimage.data.astronaut()).permute(2, 0, 1)[None] / 255

@@ -6,8 +6,8 @@ Run it as `python job.py FOLDER`. The exit status is 3 if a private image was re
 import sys
 from pathlib import Path
 
-from gaussian import Gaussian  # beside this script
-from net import Net  # beside this script
+from gaussian import Gaussian  # a file in this folder
+from net import Net  # a file in this folder
 from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
 from nvflare.app_opt.pt.job_config.fed_avg import FedAvgJob
 from nvflare.client.config import TransferType

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, one_line
 from privlab.evaluation import CONTROLS
 from privlab.grids import Figure, Layout, columns_of, papers_attack
 from privlab.report.tables.per_image import Scored, lead_metric, sign_of
@@ -145,7 +145,7 @@ def load_results(path: Path) -> Results:
     except PrivlabError:
         raise
     except Exception as error:  # whoever wrote the files may have stated anything of any type
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = one_line(error, kind=True)
         raise PrivlabError(f"'{path}' is not a run that privlab wrote, or it is damaged ({reason}).") from error
 
 

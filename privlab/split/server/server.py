@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from privlab.base import PrivlabError, check_range, versions, without_tf32
+from privlab.base import PrivlabError, check_range, one_line, versions, without_tf32
 from privlab.release import Recorder
 from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.contract import Refusal
@@ -167,7 +167,7 @@ class Server:
             self._log("refused", refusal.session, status=refusal.status, reason=str(refusal))
             context.abort(grpc.StatusCode[refusal.status], str(refusal))
         except Exception as error:  # mostly out of memory: the other sessions continue
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            what = one_line(error, kind=True)
             self._log("failed", None, reason=what)
             reason = f"The server failed at this request ({type(error).__name__}): its log says more."
             context.abort(grpc.StatusCode.INTERNAL, reason)
