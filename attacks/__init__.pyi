@@ -31,6 +31,7 @@ from .features.learned_inversion import InversionToken as InversionToken
 from .features.map_inversion import MapInversion as MapInversion
 from .features.map_unet import MapUNet as MapUNet
 from .features.pe_assignment import PEAssignment as PEAssignment
+from .features.plug_and_play import PlugAndPlay as PlugAndPlay
 from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.adam_update import AdamUpdate as AdamUpdate
 from .gradients.april import April as April

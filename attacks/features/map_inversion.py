@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from privlab.attacks.features.feature_inversion import LeastSquares, rows_as_sent
 from privlab.attacks.features.pe_assignment import PEAssignment
@@ -66,22 +68,12 @@ class MapInversion(Checked):
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
-        model, done = seen.model, effects(seen)
-        σ, placing = done.noise_std, done.rows != "kept" and Capability.POSITION_EMBEDDINGS in seen.grants
-        # Without noise the likelihood alone determines what W keeps, and the closed forms are the answer.
-        if σ == 0:
-            return (PEAssignment() if placing else LeastSquares())(seen)
-        warn_of_moves(self.name, seen, rows=placing)
-        # The number of the row for each slot; its position embedding is subtracted, and Wiener's estimate is the start.
-        order = PEAssignment().rows(seen) if placing else rows_as_sent(seen)
-        rows = (undone(seen).flatten(0, 1)[order] - known_tokens(model)[1]).double()
-        X = invert_rows(model, rows, seen.public, noise=σ)
-        proj = model.vit.patch_embed.proj
-        W = proj.weight.detach().flatten(1).to(X)
-        z = rows if proj.bias is None else rows - proj.bias.detach().to(X)
-        # The likelihood's gradient by a patch is A x − pull, with A = Wᵀ W / σ² (K × K) and pull = Wᵀ (z − β) / σ².
-        A, pull = W.mT @ W / σ**2, z @ W / σ**2
-        prior = Smoothness(model.image_shape, colour_gradients(model, seen.public).to(X))
+        if effects(seen).noise_std == 0:
+            return without_noise(seen)
+        warn_of_moves(self.name, seen, rows=_places(seen))
+        noisy = NoisyRows.of(seen)
+        X, A, pull = noisy.X, noisy.A, noisy.pull
+        prior = Smoothness(seen.model.image_shape, colour_gradients(seen.model, seen.public).to(X))
         # The preconditioner takes the prior for a multiple of the identity: one K × K
         # inverse for all patches and rounds.
         scale = 2 * self.strength * float(prior.covariance.diagonal().reciprocal().mean())
@@ -94,4 +86,41 @@ class MapInversion(Checked):
             X = X + conjugate_gradients(
                 lambda V, H=H: V @ A + self.strength * H(V), downhill, self.steps, lambda V: V @ near
             )
-        return Reconstruction(model.to_images(X), order)
+        return Reconstruction(seen.model.to_images(X), noisy.order)
+
+
+@dataclass(frozen=True, eq=False)
+class NoisyRows:
+    """−log p(rows | x) of rows with white noise, by the patches x behind them: ½ xᵀ A x − pullᵀ x + constant.
+
+    `order` numbers the row of each slot, and X is Wiener's estimate of each patch.
+    """
+
+    order: Int[Tensor, "b n"]
+    X: Float[Tensor, "b n k"]
+    A: Float[Tensor, "k k"]
+    pull: Float[Tensor, "b n k"]
+
+    @classmethod
+    def of(cls, seen: FeatureObservation) -> "NoisyRows":
+        """Return the likelihood of a release whose noise is known and not zero."""
+        model, σ = seen.model, effects(seen).noise_std
+        # The number of the row for each slot; its position embedding is subtracted, and Wiener's estimate is the start.
+        order = PEAssignment().rows(seen) if _places(seen) else rows_as_sent(seen)
+        rows = (undone(seen).flatten(0, 1)[order] - known_tokens(model)[1]).double()
+        X = invert_rows(model, rows, seen.public, noise=σ)
+        proj = model.vit.patch_embed.proj
+        W = proj.weight.detach().flatten(1).to(X)
+        z = rows if proj.bias is None else rows - proj.bias.detach().to(X)
+        # The likelihood's gradient by a patch is A x − pull, with A = Wᵀ W / σ² (K × K) and pull = Wᵀ (z − β) / σ².
+        return cls(order, X, W.mT @ W / σ**2, z @ W / σ**2)
+
+
+def without_noise(seen: FeatureObservation) -> Reconstruction:
+    """Return the closed form: without noise the likelihood alone determines what W keeps."""
+    return (PEAssignment() if _places(seen) else LeastSquares())(seen)
+
+
+def _places(seen: FeatureObservation) -> bool:
+    """Return whether rows have moved, and position embeddings show from where."""
+    return effects(seen).rows != "kept" and Capability.POSITION_EMBEDDINGS in seen.grants

@@ -7,6 +7,8 @@ from .adam_shares import misfit as misfit
 from .adam_shares import shown_by_adam as shown_by_adam
 from .adam_shares import shown_by_round as shown_by_round
 from .adam_shares import signed_product as signed_product
+from .denoiser import denoise as denoise
+from .denoiser import plug_and_play as plug_and_play
 from .descent import OPTIMISERS as OPTIMISERS
 from .descent import Adam as Adam
 from .descent import Evaluate as Evaluate
