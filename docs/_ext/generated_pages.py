@@ -91,10 +91,11 @@ def benchmark() -> Iterator[tuple[str, str]]:
     links = "{download}`feed.json`" + "".join(f", {{download}}`{name}`" for name in files if name != "feed.json")
     yield (
         "benchmark/index.md",
-        "# Benchmark\n\nDefenses of Vision Transformers, ranked by what survives every attack that entered; less is "
-        "better. {doc}`/how-to/benchmark` says how to enter, and what each column means. The order of a column changes "
-        "by a click on its head.\n\n```{raw} html\n" + table + "\n```\n\n## Feeds\n\nThe rows as JSON, and each "
-        f"entry as a record of Every Eval Ever: {links}.\n",
+        "---\nhide-toc: true\n---\n# Benchmark\n\nDefenses of Vision Transformers, ranked by what survives each attack "
+        "that entered; less is better. A click on a line opens its details, and one on the head of a column sorts by "
+        "it. {doc}`/how-to/benchmark` says how to enter and what each column means, {doc}`/studies/benchmark` what the "
+        "scores show and what they do not, and {doc}`/studies/decibels` what a score looks like.\n\n```{raw} html\n"
+        f"{table}\n```\n\n## Feeds\n\nThe rows as JSON, and each entry as a record of Every Eval Ever: {links}.\n",
     )
     yield from ((f"benchmark/{name}", text) for name, text in files.items())
 
