@@ -1,5 +1,6 @@
 """Writes the pages that are generated from privlab itself: attacks, defenses, metrics, flags, commands and rooms."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +31,12 @@ INTRODUCTIONS = {
     "Reconstructions are clipped to [0, 1] and scored as floats; `--eight-bit` rounds them first.",
 }
 
+STRIPS = "experiments/notes/strips"
+CAPTIONS = json.loads((Path(__file__).parents[2] / STRIPS / "captions.json").read_text("utf-8"))
+"""What the panels of each strip are, or why there is no strip, by the name of its page."""
+
+LOOKS = "{doc}`/studies/decibels` shows what a PSNR looks like."
+
 ROOMS = (
     *("privlab", "privlab.base", "privlab.patches", "privlab.images", "privlab.victims", "privlab.threat"),
     *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics"),
@@ -57,10 +64,26 @@ def write_pages(app: Sphinx) -> None:
 
 def markdown(page: Explanation) -> str:
     """Return a page of an attack, a defense, a metric or a flag; its drawing is below the idea, the first section."""
-    parts, shown = [f"# `{page.name}`", page.idea], drawing(page.name, page.flow)
+    parts, shown = [f"# `{page.name}`", page.idea, *strip(page)], drawing(page.name, page.flow)
     for title, text in page.sections.items():
         parts += [f"## {title}", text, *([shown] if shown and title == next(iter(page.sections)) else [])]
+        parts += [LOOKS] if title == "Measured" or (page.name.startswith("psnr") and title == "Range") else []
     return "\n\n".join(parts) + "\n"
+
+
+def strip(page: Explanation) -> list[str]:
+    """Return the figure of a page's example, which `privlab.experiments.figures.strips` drew, or why there is none."""
+    if page.name not in CAPTIONS:
+        return []
+    shown = CAPTIONS[page.name]
+    command = f"`{shown['command']}`"
+    if "missing" in shown:
+        return [f"There is no picture of `{page.name}` at work: {shown['missing']} ({command})."]
+    score = "exactly" if shown["psnr"] == "inf" else f"{shown['psnr']} dB"
+    parts = f"the private image; {shown['middle']}; what `{shown['made']}` rebuilt, {score}"
+    address = f"../../../{STRIPS}/{file_name(page.name)}.png"
+    source = "From the results of {doc}`the benchmark </generated/benchmark/index>`." if "kept" in shown else command
+    return [f":::{{figure}} {address}\n:class: strip\n:alt: {parts}\n\nLeft to right: {parts}. {source}\n:::"]
 
 
 def pages(source: Path) -> Iterator[tuple[str, str]]:
