@@ -1,5 +1,6 @@
 """Writes the pages that are generated from privlab itself: attacks, defenses, metrics, flags, commands and rooms."""
 
+import json
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +32,12 @@ INTRODUCTIONS = {
     "metric": "Each page is generated from the metric's docstring; `privlab explain NAME` prints it in the terminal. "
     "Reconstructions are clipped to [0, 1] and scored as floats; `--eight-bit` rounds them first.",
 }
+
+STRIPS = "experiments/notes/strips"
+CAPTIONS = json.loads((Path(__file__).parents[2] / STRIPS / "captions.json").read_text("utf-8"))
+"""What the panels of each strip are, or why there is no strip, by the name of its page."""
+
+LOOKS = "{doc}`/studies/decibels` shows what a PSNR looks like."
 
 SECTIONS = {
     "The Python interface": ("privlab",),
@@ -68,10 +75,26 @@ def write_pages(app: Sphinx) -> None:
 
 def markdown(page: Explanation) -> str:
     """Return a page of an attack, a defense, a metric or a flag; its drawing is below the idea, the first section."""
-    parts, shown = [f"# `{page.name}`", page.idea], drawing(page.name, page.flow)
+    parts, shown = [f"# `{page.name}`", page.idea, *strip(page)], drawing(page.name, page.flow)
     for title, text in page.sections.items():
         parts += [f"## {title}", text, *([shown] if shown and title == next(iter(page.sections)) else [])]
+        parts += [LOOKS] if title == "Measured" or (page.name.startswith("psnr") and title == "Range") else []
     return "\n\n".join(parts) + "\n"
+
+
+def strip(page: Explanation) -> list[str]:
+    """Return the figure of a page's example, which `privlab.experiments.figures.strips` drew, or why there is none."""
+    if page.name not in CAPTIONS:
+        return []
+    shown = CAPTIONS[page.name]
+    command = f"`{shown['command']}`"
+    if "missing" in shown:
+        return [f"There is no picture of `{page.name}` at work: {shown['missing']} ({command})."]
+    score = "exactly" if shown["psnr"] == "inf" else f"{shown['psnr']} dB"
+    parts = f"the private image; {shown['middle']}; what `{shown['made']}` rebuilt, {score}"
+    address = f"../../../{STRIPS}/{file_name(page.name)}.png"
+    source = "From the results of {doc}`the benchmark </generated/benchmark/index>`." if "kept" in shown else command
+    return [f":::{{figure}} {address}\n:class: strip\n:alt: {parts}\n\nLeft to right: {parts}. {source}\n:::"]
 
 
 def pages(source: Path) -> Iterator[tuple[str, str]]:
@@ -113,10 +136,11 @@ def benchmark() -> Iterator[tuple[str, str]]:
     links = "{download}`feed.json`" + "".join(f", {{download}}`{name}`" for name in files if name != "feed.json")
     yield (
         "benchmark/index.md",
-        "# Benchmark\n\nDefenses of Vision Transformers, ranked by what survives every attack that entered; less is "
-        "better. {doc}`/how-to/benchmark` says how to enter, and what each column means. The order of a column changes "
-        "by a click on its head.\n\n```{raw} html\n" + table + "\n```\n\n## Feeds\n\nThe rows as JSON, and each "
-        f"entry as a record of Every Eval Ever: {links}.\n",
+        "---\nhide-toc: true\n---\n# Benchmark\n\nDefenses of Vision Transformers, ranked by what survives each attack "
+        "that entered; less is better. A click on a line opens its details, and one on the head of a column sorts by "
+        "it. {doc}`/how-to/benchmark` says how to enter and what each column means, {doc}`/studies/benchmark` what the "
+        "scores show and what they do not, and {doc}`/studies/decibels` what a score looks like.\n\n```{raw} html\n"
+        f"{table}\n```\n\n## Feeds\n\nThe rows as JSON, and each entry as a record of Every Eval Ever: {links}.\n",
     )
     yield from ((f"benchmark/{name}", text) for name, text in files.items())
 

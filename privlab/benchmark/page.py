@@ -34,8 +34,8 @@ _APART = 0.05
 _PNG = "data:image/png;base64,"
 """How a picture of a result must begin: the page loads nothing."""
 
-_LEFT, _WIDTH, _TOP, _HEIGHT = 48, 300, 15, 195
-"""Where the trade-off is drawn, in units of its picture; names of entries stand to the right of their points."""
+_LEFT, _WIDTH, _TOP, _HEIGHT, _LINE = 225, 310, 30, 150, 14
+"""Where the trade-off is drawn, in units of its picture, its least height, and the height of a name."""
 
 
 def write_site(results: Iterable[Result], out: Path) -> list[Path]:
@@ -103,6 +103,7 @@ def fragment(rows: Sequence[Standing]) -> str:
         percent=lambda share: f"{100 * share:.0f}",
         first=first,
         count=_count(rows),
+        verdicts=sorted({row.verdict for row in rows}),
         holding=[row for row in rows if row.verdict == "holds" and row.identity and row.identity.above_control],
     )
 
@@ -123,31 +124,57 @@ def _count(rows: Sequence[Standing]) -> dict[str, Any]:
 
 
 def _group(of: Track, rows: Sequence[Standing]) -> dict[str, Any]:
-    """Return what the template reads of a track: the rows, their pictures and commands, and the trade-off.
-
-    A point has a name, a place, and `shift`: how far its name is moved down so that names do not cover each other.
-    """
-    scored = [(row.worst_case, row) for row in rows if row.worst_case is not None]
-    scores = [score for score, _ in scored] or [0.0, 1.0]
-    low, high = min(scores), max(scores)
-    placed = [(row.measured_utility, score, row) for score, row in scored if row.measured_utility is not None]
-    points: list[dict[str, Any]] = []
-    for kept, score, row in sorted(placed, key=lambda each: -each[0]):
-        share = (score - low) / (high - low) if high > low else 0.5
-        x, y = _LEFT + share * _WIDTH, _TOP + (1 - min(1.0, max(0.0, kept))) * _HEIGHT
-        near = sum(abs(each["y"] - y) < 12 and abs(each["x"] - x) < 100 for each in points)
-        place = {"x": round(x, 1), "y": round(y, 1), "shift": 4 + 11 * near}
-        points.append(place | {"name": row.name, "dominated": row.dominated})
+    """Return what the template reads of a track: the rows with their pictures, the commands, and the trade-off."""
+    scores = [row.worst_case for row in rows if row.worst_case is not None] or [0.0, 1.0]
+    height = max(_HEIGHT, _LINE * len(rows))
     return {
         "track": of,
-        "rows": rows,
-        "pictures": [(row, found) for row in rows if (found := pictures_of(row))],
+        "rows": [(row, pictures_of(row)) for row in rows],
         "commands": list(dict.fromkeys(line for row in rows for line in _commands(row))),
-        "points": points,
+        "points": _points(rows, min(scores), max(scores), height),
+        "height": height,
         "unit": of.unit.strip() or "share of the key",
-        "low": low,
-        "high": high,
+        "low": min(scores),
+        "high": max(scores),
     }
+
+
+def _points(rows: Sequence[Standing], low: float, high: float, height: int) -> list[dict[str, Any]]:
+    """Return the points of the trade-off: place, name, the side of the plot with the name, and the height of the name.
+
+    Args:
+        rows: those of a track; a row without a score or utility has no point.
+        low: the lowest score.
+        high: the highest score.
+        height: that of the plot, with room for a name per row.
+    """
+    points: list[dict[str, Any]] = []
+    for row in rows:
+        if row.worst_case is not None and row.measured_utility is not None:
+            share = (row.worst_case - low) / (high - low) if high > low else 1.0
+            y = _TOP + (1 - min(1.0, max(0.0, row.measured_utility))) * (height - 10)
+            place = {"x": round(_LEFT + share * _WIDTH, 1), "y": round(y, 1), "left": share < 0.5}
+            points.append(place | {"name": row.name, "dominated": row.dominated})
+    for left in (True, False):
+        side = sorted((point for point in points if point["left"] == left), key=lambda point: point["y"])
+        for point, label in zip(side, _spread([point["y"] for point in side], height + _TOP - 10), strict=True):
+            point["label"] = label
+    return points
+
+
+def _spread(wanted: Sequence[float], lowest: float) -> list[float]:
+    """Return a height for each name, at least a line below that of the name before it, so that none covers another.
+
+    Args:
+        wanted: the heights of the points, ascending.
+        lowest: the greatest height; the names below one another must fit above it.
+    """
+    heights: list[float] = []
+    for i, height in enumerate(wanted):
+        after = heights[-1] + _LINE if heights else _TOP
+        room = lowest - _LINE * (len(wanted) - 1 - i)  # the names that follow need a line each
+        heights.append(round(min(max(height, after), room), 1))
+    return heights
 
 
 def _commands(row: Standing) -> list[str]:

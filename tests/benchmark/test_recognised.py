@@ -105,16 +105,19 @@ def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_recognised(
     found = Recognised(0.88, 0.757, 0.955, 50, 500, 0.02, "signs of releases", commands, ("releases",))
     page = fragment([replace(standing, identity=found)])
     assert "of the entries that hold, under <code>svt-privacy</code> (gradients) in 88 % among 500" in page
-    assert '<td class="n">88<br><span class="why">[76, 96]<br>of 500; controls 2</span></td>' in page
-    assert "<td>holds, the photograph is recognised in 88 %<br>" in page
+    assert '88 % <span class="why">of 500</span>' in page
+    assert "88 % [76, 96] of 500; controls 2 %; by signs of releases, 50 photographs" in page
+    assert "<b>Verdict:</b> holds, the photograph is recognised in 88 %;" in page
+    assert '<span class="holds">holds</span> <span class="why">but recognised</span>' in page
     assert replace(standing, identity=found, verdict="broken").concluded == "broken"
-    assert "recognised by: signs of releases, 50 photographs" in page
     assert page.count("privlab identify runs/low\n") == 1
     assert "privlab table low\n" in page
     chance = fragment([replace(standing, identity=replace(found, rate=0.002, low=0.0))])
     assert "the photograph is recognised in" not in chance
     assert "of the entries that hold" not in chance
-    assert '<td class="n">not measured</td>' in fragment([replace(standing, identity=None)])
+    assert "but recognised" not in chance
+    unmeasured = fragment([replace(standing, identity=None)])
+    assert '<span class="label">recognised: </span>not measured</span>' in unmeasured
     alone = "releases, which may reveal more, were not compared"
     assert alone in fragment([replace(standing, identity=replace(found, compared=("pictures",)))])
     assert alone not in fragment([replace(standing, identity=replace(found, compared=("pictures", "releases")))])

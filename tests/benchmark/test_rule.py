@@ -3,16 +3,19 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from privlab.benchmark.cards import instances, parse_card
 from privlab.benchmark.measure import KEPT
-from privlab.benchmark.page import SCHEMA_VERSION, evaluation_record, site_files, write_site
+from privlab.benchmark.page import _LINE, _TOP, SCHEMA_VERSION, _spread, evaluation_record, site_files, write_site
 from privlab.benchmark.results import FORMAT, Result, entries, to_rows, write_result
 from privlab.benchmark.rule import HIDDEN, conclude, judge, score_of, standings
 from privlab.benchmark.tracks import photographs, track
@@ -336,6 +339,18 @@ def test_an_entry_that_leaks_more_on_the_hidden_half_has_a_reason_against_it(tmp
     assert without.hidden_half is None
 
 
+@given(st.lists(st.floats(30, 270), max_size=17), st.floats(0, 100))
+def test_names_of_a_trade_off_do_not_cover_each_other(wanted: list[float], more: float) -> None:
+    lowest = _TOP + _LINE * max(0, len(wanted) - 1) + more
+    heights = _spread(sorted(wanted), lowest)
+    assert all(below - above >= _LINE - 0.11 for above, below in pairwise(heights))  # heights are rounded to 0.1
+    assert all(height <= lowest + 0.05 for height in heights)
+
+
+def test_a_name_with_room_is_next_to_its_point() -> None:
+    assert _spread([40, 41, 100], 200) == [40, 40 + _LINE, 100]
+
+
 @pytest.mark.slow
 def test_the_page_needs_nothing_else_and_holds_every_row(tmp_path: Path, high: np.ndarray) -> None:
     mine = result(tmp_path, "<one>", records(high.tolist(), [5.0] * 64))
@@ -345,6 +360,8 @@ def test_the_page_needs_nothing_else_and_holds_every_row(tmp_path: Path, high: n
     assert "<one>" not in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "privlab benchmark verify" in page
+    assert page.count("<style>") == page.count("<script>") == 1  # what its content security policy allows
+    assert " style=" not in page
     assert json.loads((tmp_path / "site/feed.json").read_text())["entries"][0]["name"] == "<one>"
     assert len(paths) == 3
     assert site_files([mine]) == site_files([mine])
