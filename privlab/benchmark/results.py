@@ -314,7 +314,6 @@ def _check_replaces(before: Result, result: Result) -> None:
         )
     warn(
         f"{result.path} replaces the package's own result of {entry}. Give the entry another name to keep both.",
-        3,
     )
 
 
