@@ -119,6 +119,16 @@ def test_a_defense_that_loses_a_parameter_is_refused(photos: Tensor, release: An
         privlab.attack("cifar_vit", photos[:1], [3], defense=Lossy(shape), release=release, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("given", "right"), [("learning_rate", "lr"), ("optimizer", "optimiser"), ("weight_dcay", "weight_decay")]
+)
+def test_a_client_names_the_setting_that_is_meant(given: str, right: str) -> None:
+    with pytest.raises(PrivlabError, match=f"{given}.*{right}"):
+        privlab.Client(**{given: 1})
+    client = privlab.Client("adam", lr=0.1)
+    assert copy.deepcopy(client) == client
+
+
 def test_an_update_and_features_step_by_step(photos: Tensor, photographs: Any) -> None:
     victim = privlab.victim("cifar_vit")
     client = privlab.Client(lr=0.01, steps=2)
@@ -140,16 +150,24 @@ def test_several_images_in_one_gradient(photos: Tensor) -> None:
 
 def test_a_run_gives_its_records_table_verdict_and_images(run: privlab.Run, photos: Tensor, tmp_path: Path) -> None:
     assert set(run.records.label) == {3, 5, 7}
-    assert {"setting", "attack", "psnr", "exact"} <= set(run.table().columns)
+    assert list(run.table().columns) == ["setting", "defense", "attack", "images", "exact", "psnr"]
+    assert max(map(len, str(run.table()).splitlines())) <= 80
+    assert {"setting", "psnr_low"} <= set(run.details().data.columns)
+    with pytest.raises(PrivlabError, match="psnr"):
+        run.table(metrics=["lpips"])
+    assert run.leaks is True
     assert "patch-gradient" in str(run.details())
     assert "leaks" in run.verdict
     assert all(flag.head for flag in run.flags)
     assert torch.equal(run.images("private"), (photos * 255).round() / 255)
     assert (run.images("patch-gradient") - photos).abs().max() < 1 / 255
-    with pytest.raises(PrivlabError, match="nobody"):
+    with pytest.raises(PrivlabError, match=r"nobody.*patch-gradient"):
         run.images("nobody")
+    with pytest.raises(PrivlabError, match=r"nothing.*strips"):
+        run.plot("nothing")
+    assert "control" in run.to_latex()
     assert "tabular" in run.to_latex(tmp_path / "table.tex")
-    assert (tmp_path / "table.tex").read_text().startswith("\\begin{tabular}")
+    assert (tmp_path / "table.tex").read_text().count("\\caption") == 1
     assert run.to_html(tmp_path / "page.html").stat().st_size > 10_000
     assert run.plot("distribution").axes
     saved = run.save(tmp_path / "saved")
@@ -239,6 +257,34 @@ class Unpicklable:
     def __call__(self, seen: Any) -> Tensor:
         """Return images."""
         return PatchGradient()(seen)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """It reads what an observation lacks."""
+
+    def __call__(self, seen: Any) -> Tensor:
+        """Fail."""
+        return seen.gradient
+
+
+@pytest.mark.filterwarnings("default::privlab.base.warnings.PrivlabWarning")
+def test_an_attack_that_fails_on_every_image_is_named_where_the_run_is_printed(photos: Tensor) -> None:
+    with pytest.warns(PrivlabWarning, match="'broken' failed on every image: AttributeError") as caught:
+        run = privlab.attack("cifar_vit", photos, [3, 5, 7], **(QUICK | {"attacks": [Broken(), "patch-gradient"]}))
+    assert {Path(warning.filename).name for warning in caught} == {"test_api.py"}
+    assert list(run.failed_attacks) == ["broken"]
+    for shown in (str(run), run._repr_html_()):
+        assert "Failed on every image: broken: AttributeError" in shown
+
+
+def test_a_papers_attack_belongs_to_the_defenses_of_its_paper(photos: Tensor) -> None:
+    """`april` is the attack of MJP's paper: it is shown as such for MJP and without a defense, and for no other one."""
+    given: dict[str, Any] = QUICK | {"attacks": ["april"], "settings": ["a", "c"]}
+    for defense, papers in ((Mjp(gamma=0.27), ["a", "c"]), (GradientNoise(), ["a"])):
+        rows = privlab.attack("cifar_vit_mjp27", photos, [3, 5, 7], defense=defense, **given).details().data
+        assert rows[rows["row"] == "paper"].setting.tolist() == papers
+        assert sorted(rows[rows.attack == "april"].setting) == ["a", "c"]
 
 
 @pytest.mark.filterwarnings("default::privlab.base.warnings.PrivlabWarning")

@@ -128,7 +128,6 @@ class Spear(TokenSeparation):
                 warn(
                     f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} "
                     f"rounds of {self.starts} sets of rows). A low score here is no evidence of privacy.",
-                    3,
                 )
             every.append(found)
         return every

@@ -84,7 +84,7 @@ class Trained(Checked, Generic[Network]):
             PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
         """
         if (count := len(_public(seen))) < LEAST_IMAGES:
-            warn(f"A decoder trained on {count} public images is poor: its low score is no evidence of privacy.", 2)
+            warn(f"A decoder trained on {count} public images is poor: its low score is no evidence of privacy.")
         # A stored network is used only if its file names the same key; the file's name holds a part of it.
         key = self.key(seen)
         path = cache_folder("decoders") / f"{self.kind}-{key[:32]}.safetensors"
@@ -93,12 +93,12 @@ class Trained(Checked, Generic[Network]):
             network.load_state_dict(state)
             return network.eval()
         if path.exists():
-            warn(f"The decoder in {path} is damaged or foreign. It will be trained again.", 2)
+            warn(f"The decoder in {path} is damaged or foreign. It will be trained again.")
         network = self.trained(seen)
         try:
             keep(path, key, network.state_dict())
         except PrivlabError as error:
-            warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.", 2)
+            warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.")
         return network
 
     def trained(self, seen: Seen) -> Network:

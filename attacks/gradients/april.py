@@ -69,7 +69,6 @@ class April:
             warn(
                 f"april: patches of {proj.weight[0].numel()} values are projected to width {vit.embed_dim}; what the "
                 "projection drops does not come back, however well the tokens do.",
-                2,
             )
         # ∂ℓ/∂z = ∂ℓ/∂E_pos for each token, the class token included, because attention reads z itself.
         dz = seen.gradients["pos_embed"].squeeze(1)  # b × (N + 1) × D

@@ -382,7 +382,6 @@ def _masked_slots(seen: Observation) -> Bool[Tensor, "rB n"] | None:
         warn(
             "gradient-matching: E_unk is at work, and the gradient does not tell in which slots. The search takes "
             "every slot to keep its position embedding: a low score here is no evidence of privacy.",
-            4,
         )
     return None
 

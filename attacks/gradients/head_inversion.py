@@ -98,7 +98,6 @@ class HeadInversion(Checked):
             warn(
                 f"{self.name}: the head's gradient separates {int(known.sum())} of {len(known)} images. The others "
                 "stay grey, which is no evidence of privacy.",
-                2,
             )
         model, size = seen.model, f.square().sum(1)
         # Step 2: x = sigmoid(u) keeps pixels in [0, 1]; u = 0 is grey.

@@ -214,7 +214,6 @@ class TokenSeparation(TokenSearch):
         warn(
             f"{self.name}: MJP is at work, and the gradient does not tell in which slots. Every slot is taken to keep "
             "its position embedding: a low score here is no evidence of privacy.",
-            3,
         )
         return none
 

@@ -58,7 +58,6 @@ def warn_of_moves(attack: str, seen: FeatureObservation, *, rows: bool = False) 
         warn(
             f"{attack} takes the {' and '.join(moved)} of what is sent for unmoved, and the defense moves them: "
             "a low score here is no evidence of privacy.",
-            3,
         )
 
 

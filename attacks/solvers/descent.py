@@ -284,7 +284,7 @@ def _save(path: Path, key: str, done: int, state: State) -> None:
     try:
         keep(path, key, state | {"done": torch.tensor(done)})
     except PrivlabError as error:
-        warn(f"The search cannot be resumed if it is interrupted: {error}", 4)
+        warn(f"The search cannot be resumed if it is interrupted: {error}")
 
 
 OPTIMISERS: dict[str, type[Optimiser]] = {kind.name: kind for kind in (Adam, Lbfgs)}

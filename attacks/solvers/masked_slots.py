@@ -97,11 +97,9 @@ def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int, *, knows_m
         warn(
             f"{attack}: {n} tokens, but gradients of width {d} determine at most {most}. "
             "The solution of least norm is not exact: a low score here is no evidence of privacy.",
-            3,
         )
     if not knows_mask and bool(zero_rows(A).any()):
         warn(
             f"{attack}: some position embeddings received no gradient, as under MJP, which this attack does not know: "
             "a low score is no evidence of privacy.",
-            3,
         )

@@ -89,7 +89,6 @@ class TokenSearch(Checked):
             warn(
                 f"{self.name}: {count} tokens, but gradients of width {d} tell at most {d - 1} "
                 "apart. No token is found: a low score here is no evidence of privacy.",
-                4,
             )
             return [Separated(G[:0].double(), G[:0, 0].double(), count) for G in G1]
         return separate(

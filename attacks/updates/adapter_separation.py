@@ -141,7 +141,6 @@ class AdapterSeparation(Checked):
             warn(
                 f"{self.name}: {beyond}, so that the adapter's spans do not separate tokens. None is found: a low "
                 "score here is no evidence of privacy.",
-                2,
             )
         # One step of SGD without its rate and decay is the gradient. Photographs give the law of what the MLP
         # reads, and their smoothness that of patches.

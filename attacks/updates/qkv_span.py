@@ -133,7 +133,6 @@ class QkvSpan(Checked):
             warn(
                 f"{self.name}: {beyond}, so that the row space says nothing of a patch. That no image is found is no "
                 "evidence of privacy.",
-                2,
             )
             return model.mean.expand(len(seen.gradients[_read(seen)]), *model.image_shape).clone()
         # One step of SGD without its rate and decay is the gradient. Its right singular

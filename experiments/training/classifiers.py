@@ -213,7 +213,7 @@ class IndexedViT(_ViT):
             PrivlabWarning: if there are none.
         """
         if "idx_embed" not in state:
-            warn(f"{name}: the weights hold no index embeddings; they begin at zero, UNTRAINED.", 3)
+            warn(f"{name}: the weights hold no index embeddings; they begin at zero, UNTRAINED.")
             state = state | {"idx_embed": torch.zeros_like(self.net.idx_embed)}
         return state if pe is None else state | {"pos_embed": pe}
 
@@ -238,10 +238,10 @@ class RelativeViT(_ViT):
             PrivlabWarning: if there are none, or absolute PEs, which are left out.
         """
         if pe is not None:
-            warn(f"{name}: the weights were trained with absolute position embeddings, which are left out here.", 3)
+            warn(f"{name}: the weights were trained with absolute position embeddings, which are left out here.")
         own = {key: table for key, table in self.net.state_dict().items() if key.endswith(TABLE)}
         if not own.keys() <= state.keys():
-            warn(f"{name}: the weights hold no relative position biases; they begin at zero, UNTRAINED.", 3)
+            warn(f"{name}: the weights hold no relative position biases; they begin at zero, UNTRAINED.")
         return own | state
 
 
@@ -416,14 +416,14 @@ def _fill_pe(
     assert model.pos_embed is not None
     assert model.unk_embed is not None
     if pe is None:
-        warn(f"{name}: the weights hold no absolute position embeddings; random ones and E_unk stand in, UNTRAINED.", 3)
+        warn(f"{name}: the weights hold no absolute position embeddings; random ones and E_unk stand in, UNTRAINED.")
         return "random"
     if resize and pe.shape[1:] != model.pos_embed.shape[1:]:
         with suppress(RuntimeError, ValueError, IndexError):  # an impossible grid is refused below, by its shapes
             pe = resample_abs_pos_embed(pe, list(model.grid), num_prefix_tokens=0)
     trained = unknown is not None
     if unknown is None:
-        warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.", 3)
+        warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")
         unknown = pe.mean(1, keepdim=True)
     for key, own, found in (("pos_embed", model.pos_embed, pe), ("unk_embed", model.unk_embed, unknown)):
         if found.shape != own.shape:

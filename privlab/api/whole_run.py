@@ -16,7 +16,7 @@ from torch import nn
 
 from privlab.api.steps import Part, takes_numbers
 from privlab.base import PrivlabError, unknown_name, warn
-from privlab.evaluation import CONTROL, Case
+from privlab.evaluation import Case
 from privlab.grids import IN_PROCESS, Engine, Experiment, GridRow, Layout, Options, columns_of, prepare, specify
 from privlab.grids.fill import fill
 from privlab.images.given import data_of, is_named
@@ -124,8 +124,8 @@ def grid(
         runs = tuple(replace(spec, draws=1, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
             named = options | ({"setting": setting} if len(spec.settings) > 1 else {})
-            label = ", ".join(f"{name} {text}" for name, text in named.items()) or spec.victim.models[0]
-            cases.append(GridRow(label, None, runs, named, setting=setting))
+            cases.append(GridRow(spec.victim.models[0], None, runs, named, setting=setting))
+    cases = _labelled(cases)
     first = cases[0].runs[0]
     how = Options(_engine(first, engine, workers), strips=sys.maxsize, **speed)
     with run_directory(out) as path, shown_progress(shown=progress) as show:
@@ -135,6 +135,14 @@ def grid(
 
 
 _LISTS = ("attacks", "metrics")  # of one case
+
+
+def _labelled(cases: Sequence[GridRow]) -> list[GridRow]:
+    """Return the cases of a grid, labelled by the options in which they differ, if they differ in any."""
+    names = dict.fromkeys(name for case in cases for name in case.options)
+    differing = [name for name in names if len({str(case.options.get(name)) for case in cases}) > 1]
+    labels = [", ".join(f"{name} {case.options[name]}" for name in differing if name in case.options) for case in cases]
+    return [replace(case, label=label or case.label) for case, label in zip(cases, labels, strict=True)]
 
 
 def _given(
@@ -177,11 +185,8 @@ def run_directory(out: str | Path | None) -> Iterator[Path]:
 def kept_run(path: Path, out: str | Path | None) -> Run:
     """Return the run of a directory; without `out` the directory is removed with the object."""
     run = Run(path)
-    records = run.results.records
-    attacked = records[~records.attack.str.startswith(CONTROL)]
-    for attack, rows in attacked.groupby("attack", sort=False):
-        if (rows.status == "failed").all():
-            warn(f"Attack '{attack}' failed on every image: {rows.reason.iloc[0]}")
+    for attack, reason in run.failed_attacks.items():
+        warn(f"Attack '{attack}' failed on every image: {reason}")
     if out is None:
         weakref.finalize(run, shutil.rmtree, path.parent, ignore_errors=True)
     return run

@@ -23,6 +23,12 @@ class PrivlabError(ValueError):
 
 
 _OTHER_NAMES = {"learning_rate": "lr", "max_grad_norm": "clip", "local_epochs": "epochs", "num_images": "images"}
+_OTHER_NAMES |= {
+    "optimizer": "optimiser",
+    "criterion": "loss",
+    "scheduler": "schedule",
+    "grad_accumulation": "accumulation",
+}
 """Names that other libraries give to what has another one here, which no likeness of letters finds."""
 
 

@@ -1,17 +1,27 @@
 """Warnings that weaken a verdict, and how a run collects them."""
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class PrivlabWarning(UserWarning):
     """Something that weakens a verdict: the run goes on, and the reader must know."""
 
 
-def warn(message: str, level: int = 2) -> None:
-    """Warn of something that weakens a verdict, as of the caller `level` calls above."""
-    warnings.warn(message, PrivlabWarning, stacklevel=level + 1)
+def warn(message: str) -> None:
+    """Warn of something that weakens a verdict, at the line outside the package that called privlab."""
+    frame, level, outermost = sys._getframe(1), 2, 1
+    while frame is not None:  # an attack of the user's own may be called in between: the outermost call counts
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            outermost = level
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, PrivlabWarning, stacklevel=outermost + 1)
 
 
 @contextmanager

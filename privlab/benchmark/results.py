@@ -284,7 +284,6 @@ def _check_replaces(before: Result, result: Result) -> None:
         )
     warn(
         f"{result.path} replaces the package's own result of {entry}. Give the entry another name to keep both.",
-        3,
     )
 
 
@@ -297,7 +296,7 @@ def entries_of(folder: Path) -> Iterator[Result]:
             result = read_result(path)
             _ = result.card, result.judged, result.pictures  # each is checked when it is first read
         except PrivlabError as error:
-            warn(f"{error} It is left out.", 3)
+            warn(f"{error} It is left out.")
         else:
             yield result
 

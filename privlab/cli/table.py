@@ -42,6 +42,7 @@ FORMATS = ("latex", "csv", "markdown", "json", "html")
         "--format", "format_", type=click.Choice(FORMATS), help="Format of the table.  [default: for a terminal]"
     ),
     cloup.option("--standalone", is_flag=True, help="With --format latex: print a whole document."),
+    cloup.option("--notes-outside", is_flag=True, help="With --format latex: print the notes after the float."),
     cloup.option("--all-attacks", is_flag=True, help="Show a row for every attack and control."),
     cloup.option("--compare", type=PATH, help="Also print what differs from another run."),
     option.out(help="Directory of the run.  [default: runs/NAME]"),
@@ -67,6 +68,7 @@ def table(
     measure: bool,
     format_: str | None,
     standalone: bool,
+    notes_outside: bool,
     all_attacks: bool,
     images: tuple[str, ...],
     out: Path | None,
@@ -112,7 +114,8 @@ def table(
         filled = Run(path)
         results = filled.results
     form = "json" if as_json else format_
-    status = _print_results(filled, form, standalone, all_attacks, other)
+    floated = {"standalone": standalone, "notes_outside": notes_outside}
+    status = _print_results(filled, form, floated, all_attacks, other)
     untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
     specs = [spec for case in parsed.cases for spec in case.runs]
     if len(untrained) and all(spec.victim.weights == "auto" for spec in specs):
@@ -161,13 +164,13 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure:
 
 
 def _print_results(
-    run: "Run", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
+    run: "Run", format_: str | None, floated: dict[str, bool], all_attacks: bool, other: "Results | None"
 ) -> int:
     from privlab.report.tables.compare import compare as against
 
     results, table = run.results, run.details(all_attacks=all_attacks)
     if format_ is not None:
-        shared.echo_data(table.render(format_, standalone=standalone))
+        shared.echo_data(table.render(format_, **floated))
     elif not (results.records.status == "ok").any():
         shared.echo(f"Nothing could be scored. run: {results.path}")
     else:

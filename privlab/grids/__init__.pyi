@@ -1,6 +1,7 @@
 from .definition import CHOICE as CHOICE
 from .definition import FIGURES as FIGURES
 from .definition import KNOWN as KNOWN
+from .definition import PAPERS_ATTACKS as PAPERS_ATTACKS
 from .definition import Experiment as Experiment
 from .definition import Figure as Figure
 from .definition import GridRow as GridRow

@@ -3,7 +3,7 @@
 import csv
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -123,10 +123,17 @@ def name_lpips(experiment: Experiment, begun: Mapping[str, Any]) -> tuple[Experi
     return replace(experiment, cases=cases, layout=layout, figures=figures), warning
 
 
+PAPERS_ATTACKS: Mapping[str, Collection[str]] = {
+    "april": {"none", "mjp"},
+    "inversion-mae": {"none", "row-permutation", "column-permutation"},
+}
+"""The attacks that papers report, MJP's and Permutation Equivariance's, each with the defenses against which."""
+
+
 def papers_attack(attacks: Iterable[str]) -> str | None:
     """Return the one of the attacks that the defenses' papers report: MJP's, or else Permutation Equivariance's."""
     there = set(attacks)
-    return next((name for name in ("april", "inversion-mae") if name in there), None)
+    return next((name for name in PAPERS_ATTACKS if name in there), None)
 
 
 def beside(metrics: Iterable[str]) -> set[str]:

@@ -351,7 +351,7 @@ def _kept(path: Path) -> dict[str, str]:
             with safe_open(file, "np") as tensors:
                 names = tensors.keys()
         except (SafetensorError, OSError) as error:
-            warn(f"{file.name} cannot be read ({error}): its attacks run again.", 3)
+            warn(f"{file.name} cannot be read ({error}): its attacks run again.")
             continue
         found |= {name.removesuffix("/images"): str(file) for name in names if name.endswith("/images")}
     return found

@@ -173,7 +173,6 @@ def folder(root: Path, split: str | None = None, class_to_index: Mapping[str, in
         warn(
             f"{first(empty, 3)} in '{base}' holds no image and is not counted as a class: the labels 0 to "
             f"{len(folders) - 1} are those of {first(folders, 3)}. If it is a class, give --labels.",
-            3,
         )
     items, names, files_of = _slices(paths, [path.relative_to(root).as_posix() for path in paths])
     tops = [tops[position] for position in files_of]

@@ -24,7 +24,7 @@ def evaluation_records(run: Run) -> list[dict[str, Any]]:
         >>> [record["model_info"]["name"] for record in evaluation_records(run)]
         ['cifar_vit under none']
     """
-    table = run.table()
+    table = run.details().data
     return [_record(run, row) for row in table[table["row"] == "worst"].to_dict("records")]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from privlab.attacks import attacks
-from privlab.base import unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.defenses import defenses
 from privlab.inventory.texts import cite, docstrings
 from privlab.metrics.names import LPIPS, METRIC_MEANINGS, metric_names
@@ -62,7 +62,8 @@ def check_explained(name: str) -> str:
     """
     names = {_plain(each): each for each in known()}
     if _plain(name) not in names:
-        raise unknown_name("attack, defense, metric or flag", name, names.values())
+        error = unknown_name("attack, defense, metric or flag", name, names.values())
+        raise PrivlabError(f"{error} Other terms are in the glossary, docs/concepts/glossary.md.")
     return names[_plain(name)]
 
 

@@ -256,5 +256,5 @@ def _value(name: str, pair: Pair, learned: Mapping[str, Learned]) -> Float[Tenso
     low, high = metric.range
     if not own and bool(((values < low) | (values > high)).any()):
         message = f"Metric '{name}' returned values outside its declared range, {low:g} to {high:g}."
-        warn(message, 4)
+        warn(message)
     return values.to(pair.x)

@@ -198,6 +198,6 @@ def _batch(session: str, kind: Kind, number: int, path: Path) -> Recorded | None
             if tensor.ndim != 3 or tensor.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"expected b × t × d floats, found {tuple(tensor.shape)} of {tensor.dtype}")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        warn(f"Left out '{path}': {one_line(error)}.", 2)
+        warn(f"Left out '{path}': {one_line(error)}.")
         return None
     return Recorded(session, kind, number, features, gradient)

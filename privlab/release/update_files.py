@@ -63,7 +63,6 @@ def update_between(
         warn(
             f"{short[1]} holds {len(halves)} of {len(sent)} tensors in half precision: client.sent_as={number} is "
             "taken, and the update is weighed by its rounding. A low score here is no evidence of privacy.",
-            4,
         )
     sends = "weights" if new is sent else "difference"
     return GradientFile(" → ".join(short), update, images, "mean", sent_as=number, sends=sends)
@@ -80,9 +79,7 @@ def _with_difference(old: Mapping[str, Tensor], new: dict[str, Tensor], name: st
     moved = torch.tensor([float((new[key].double() - old[key].double()).norm()) for key in new])
     if not moved.norm() > sizes.norm() > 0:
         return new
-    warn(
-        f"{name} was read as the difference of the weights after and before, as it is nearer to zero than to those.", 4
-    )
+    warn(f"{name} was read as the difference of the weights after and before, as it is nearer to zero than to those.")
     return {key: (old[key].double() + new[key].double()) for key in new}
 
 
@@ -143,7 +140,7 @@ def _that_moved(
         said += ", and the client is taken to have trained these alone."
     else:
         said += f", which contradicts client.trains={client.trains}. The audit goes on with what moved."
-    warn(said + _low_rank(model, client, update, moved), 4)
+    warn(said + _low_rank(model, client, update, moved))
     return found
 
 

@@ -9,13 +9,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, first, options_of
-from privlab.evaluation import Case, unread
+from privlab.evaluation import Adversary, Case, unread
+from privlab.evaluation.names import EFFORTS
 from privlab.grids import KNOWN, case_of
 from privlab.metrics import Metric
 from privlab.report.run import LEAKS
 from privlab.report.tables import Results, Table, scope, to_markdown
 from privlab.report.tables.writers import Cell, Column, Line
-from privlab.threat import Capability, Client, attack_declarations
+from privlab.threat import AttackDeclarations, Capability, Client, attack_declarations
 
 _NOT_QUOTED = {
     True: "“All updates of this client leak”, or “the image is that of this patient”: one release was attacked.",
@@ -243,10 +244,20 @@ def _not_tried(case: Case, tried: Sequence[str], facts: Mapping[str, Any]) -> li
         elif reason is None and attack_declarations(kind).named_only:
             reason = "runs only if --attack names it"
         elif reason is None:
-            reason = "was not asked for, is of a higher --effort, or stands in for one that ran"
+            reason = _left_out(attack_declarations(kind), case.adversary, tried)
         by_reason.setdefault(reason.removeprefix(f"Attack '{name}' ").removesuffix(_OF_REFUSALS), []).append(name)
     rows = [(reason, ", ".join(names)) for reason, names in by_reason.items()]
     return [*rows, ("needs a server that changes the model, or chooses the clients (letters F to H)", "any")]
+
+
+def _left_out(declared: AttackDeclarations, adversary: Adversary, tried: Sequence[str]) -> str:
+    """Return why an attack that applies did not run: others were named, or it is left out unless it is named."""
+    efforts = [*EFFORTS]
+    if adversary.attacks is None and efforts.index(declared.effort) > efforts.index(adversary.effort):
+        return f"needs --effort {declared.effort}"
+    if adversary.attacks is None and any(name in tried for name in declared.stands_in_for):
+        return "stands in for an attack that ran"
+    return "was not asked for"
 
 
 def _threat_model(kind: str, tried: Sequence[str]) -> str:

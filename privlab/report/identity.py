@@ -129,7 +129,7 @@ class _Pool:
             elif image.sha256 not in images:
                 images[image.sha256], people[image.sha256] = preprocessing(image.pixels), image.label
         if unread:
-            warn(f"{unread} candidates cannot be read, and are left out.", 3)
+            warn(f"{unread} candidates cannot be read, and are left out.")
         return cls(images, [*people.values()], f"{len(images)} candidates, as the same file")
 
     @cached_property
@@ -256,7 +256,7 @@ def _by_release(results: Results, question: Question) -> list[Row]:
     if not rows:
         raise PrivlabError(f"No release of '{results.path}' can be compared with those of candidates. {reasons}.")
     if reasons:
-        warn(f"Left out, as {reasons}.", 3)
+        warn(f"Left out, as {reasons}.")
     return rows
 
 

@@ -1,7 +1,7 @@
 """A run as an object: its records, its table, its verdict, its images, and what they are written to."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
@@ -17,8 +17,9 @@ from rich.text import Text
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
-from privlab.base import PrivlabError, first, printable, read_bytes, write_whole
-from privlab.grids import case_of
+from privlab.base import PrivlabError, check_name, first, printable, read_bytes, write_whole
+from privlab.evaluation import CONTROL
+from privlab.grids import FIGURES, case_of
 from privlab.report import tables
 from privlab.stores import places_of
 
@@ -110,6 +111,17 @@ class Run:
         return dict(zip(failed.image, failed.reason, strict=True))
 
     @property
+    def failed_attacks(self) -> dict[str, str]:
+        """Return the reason of each attack that failed on every image."""
+        attacked = self.records[~self.records.attack.astype(str).str.startswith(CONTROL)]
+        by_attack = {str(attack): rows for attack, rows in attacked.groupby("attack", sort=False)}
+        return {
+            attack: str(rows.reason.iloc[0]).removeprefix(f"{attack}: ")
+            for attack, rows in by_attack.items()
+            if (rows.status == "failed").all()
+        }
+
+    @property
     def verdict(self) -> str:
         """Return what the run shows, in words: the verdict on each case, and the sentences on all cases.
 
@@ -128,17 +140,34 @@ class Run:
 
     @property
     def leaks(self) -> bool | None:
-        """Return whether an image is proven to leak from an audited release; None where that is not known."""
-        return self.results.facts.get("leaks")
+        """Return whether an image leaks: of a run, True where a verdict says so; of an audit, where it is proven.
 
-    def table(self, *, geometry: str | None = None, all_attacks: bool = True) -> pd.DataFrame:
-        """Return the means over the images: a row for each case, attack and control, as `details` shows them.
+        False is an audited release that is empty. None is not known, as that attacks fail proves nothing.
+        """
+        if "leaks" in self.results.facts:
+            return self.results.facts["leaks"]
+        return any(verdict.word in ("broken", "leaks") for verdict in self.verdicts) or None
+
+    def table(self, *, metrics: Sequence[str] = (), geometry: str | None = None) -> pd.DataFrame:
+        """Return the means over the images: a row for each case, attack and control, narrow enough to be printed.
+
+        Its columns are the options in which the cases differ, `attack`, `images`, `exact` and the metrics.
+        `details().data` has all options and metrics, with the intervals of the means.
 
         Args:
+            metrics: the metrics that are shown; by default PSNR and SSIM, as far as they were measured.
             geometry: as in `details`.
-            all_attacks: as in `details`.
         """
-        return self.details(geometry=geometry, all_attacks=all_attacks).data
+        details = self.details(geometry=geometry)
+        data = details.data
+        measured = self.results.layout.columns
+        for name in metrics:
+            check_name("metric of the run", name, measured)
+        shown = metrics or [name for name in ("psnr", "ssim") if name in measured] or measured[:1]
+        options = dict.fromkeys(name for each in details.options for name in each)
+        differing = [name for name in options if data[name].astype(str).nunique() > 1]
+        once = ~data.duplicated(["group", "case", "attack"])  # the paper's attack may have a second row
+        return data.loc[once, [*differing, "attack", "images", "exact", *shown]].reset_index(drop=True)
 
     def details(self, *, geometry: str | None = None, all_attacks: bool = True) -> "tables.Table":
         """Return the leakage table: the means over the images, by case, attack and control, and what they rest on.
@@ -153,15 +182,15 @@ class Run:
         """
         run = self if geometry is None else replace(self, geometry=geometry)
         results, about = run.results, [*run.lead, tables.scope(run.records)]
-        again = None
+        once = set[tuple[int, str | None]]()
         if "specification" in results.facts:  # a run, where the paper's attack has one row; in a grid it has two
             results = tables.with_placement(results)
-            again = "attack", results.layout.paper_attack
+            once = {(row.case, row.attack) for row in results.rows if row.kind == "paper"}
             about = [*tables.remarks_of(results, run.spec, run.missing), *about]
         rows = results.rows if all_attacks else tables.headline(results.rows)
         return tables.leakage_table(
             results,
-            [row for row in rows if (row.kind, row.attack) != again],
+            [row for row in rows if row.kind != "attack" or (row.case, row.attack) not in once],
             remarks=(*about, *tables.apart_lines(tables.apart(results)), *tables.flag_lines(run.flags)),
             verdicts={} if "unscored" in results.facts else {each.case: str(each) for each in run.verdicts},
         )
@@ -176,6 +205,8 @@ class Run:
         Raises:
             PrivlabError: if there is no such case, or none of its images was kept.
         """
+        tried = self.records.attack.dropna().astype(str)
+        check_name("images", attack.partition(" (")[0], {"private", "fed", *tried[~tried.str.startswith(CONTROL)]})
         labels = [one.label for one in self.results.cases]
         if case not in (*labels, *range(len(labels))):
             raise PrivlabError(f"The run has no case {case!r}. Its cases are {first(map(repr, labels))}.")
@@ -202,13 +233,31 @@ class Run:
         from privlab.grids import Figure
         from privlab.report.figures.draw import draw
 
+        check_name("figure", kind, {**FIGURES, "strips": ""})
         if kind == "strips":
             return _strips_figure(self._strips())
         return draw(self.results, Figure(kind, kind, y=y, x=x))
 
-    def to_latex(self, path: str | Path | None = None) -> str:
-        """Return the leakage table as LaTeX, and write it if there is a path."""
-        text = self.details(all_attacks=False).render("latex")
+    def to_latex(
+        self,
+        path: str | Path | None = None,
+        *,
+        caption: str | None = None,
+        label: str | None = None,
+        notes_outside: bool = False,
+        all_attacks: bool = True,
+    ) -> str:
+        """Return the leakage table as a float of LaTeX, and write it if there is a path.
+
+        Args:
+            path: the file; None writes none.
+            caption: plain text; by default the title of the run.
+            label: the name by which the text refers to it; by default "tab:" and the title in kebab-case.
+            notes_outside: whether the notes follow the float, so that it fits a page with a long table.
+            all_attacks: as in `details`.
+        """
+        table = self.details(all_attacks=all_attacks)
+        text = table.render("latex", caption=caption, label=label, notes_outside=notes_outside)
         if path is not None:
             write_whole(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"), place="path")
         return text
@@ -281,6 +330,8 @@ class Run:
         for line in self.verdict.splitlines():
             yield Text(_indented(printable(line), options.max_width))
         yield self._overview()
+        for attack, reason in self.failed_attacks.items():
+            yield Text(printable(f"Failed on every image: {attack}: {reason}"))
         yield Text(printable(self._weakness(options.max_width)), no_wrap=True, overflow="ignore")
         pictures = self.path / ("strips" if self._strips() else "pictures")
         where = str(pictures) if pictures.is_dir() else "none were kept"
@@ -302,7 +353,9 @@ class Run:
         )
         verdict = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
         shown = self._overview().render("html")
-        return f"{verdict}{shown}<p>{escape(self._weakness(500))}</p>{strips}"
+        failed = [f"Failed on every image: {attack}: {reason}" for attack, reason in self.failed_attacks.items()]
+        below = "".join(f"<p>{escape(line)}</p>" for line in [*failed, self._weakness(500)])
+        return f"{verdict}{shown}{below}{strips}"
 
 
 def _indented(line: str, width: int) -> str:

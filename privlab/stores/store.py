@@ -132,7 +132,7 @@ def _sound(parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.Table]:
 
 
 def _warn_of(file: Path, reason: str) -> None:
-    warn(f"{file.name} is no part of a store ({reason}): left out.", 4)
+    warn(f"{file.name} is no part of a store ({reason}): left out.")
 
 
 def part_frame(table: pa.Table) -> "pd.DataFrame":
@@ -213,7 +213,6 @@ def _migrate(table: pa.Table, path: Path) -> pa.Table:
     if older := sorted(v for v in versions if v < _KEYED_SCHEMA):
         warn(
             f"'{path}' holds records of schema {older[0]}: they are shown as they are, and no plan takes them as done.",
-            3,
         )
     return table
 

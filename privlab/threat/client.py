@@ -154,6 +154,12 @@ class Client:
     sends: str = "difference"
     sent_as: str = "float32"
 
+    def __new__(cls, *_args: object, **settings: object) -> "Client":
+        """Refuse a setting that a client lacks, such as `learning_rate`, with the name that it has here."""
+        for name in settings:
+            check_name("setting of a client", name, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Raise PrivlabError if a setting is out of its range."""
         check_name("optimiser", self.optimiser, OPTIMISERS)

@@ -211,7 +211,7 @@ def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None, un
             torch.manual_seed(seed)
             copied.reset_classifier(classes)
         head = copied.head
-        warn(_untrained_head(name, classes), 4)
+        warn(_untrained_head(name, classes))
     _check_classes(name, copied, classes)
     if unknown_pe is not None and (unknown_pe != "mean" or copied.pos_embed is None):
         found = f"'{unknown_pe}'" if copied.pos_embed is not None else "a model without position embeddings"
@@ -245,7 +245,7 @@ def _make_named(
         vit = _create(architecture, variant, img_size, seed=seed, classes=classes)
         if variant != "_mjp":
             return _assemble(name, architecture, vit, "random")
-        warn(f"{name}: E_unk is random too, UNTRAINED.", 4)
+        warn(f"{name}: E_unk is random too, UNTRAINED.")
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
     trained = name if architecture in COMPACT else architecture
     origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
@@ -263,13 +263,13 @@ def _make_named(
         fit_head(vit, state)
     _check_classes(name, vit, classes)
     if own is None and classes is not None:
-        warn(_untrained_head(name, classes), 4)
+        warn(_untrained_head(name, classes))
         state |= {f"head.{key}": value.detach() for key, value in vit.head.named_parameters()}
     if start and vit.pos_embed is not None and "pos_embed" not in state:
-        warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.", 4)
+        warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.")
         state["pos_embed"] = vit.pos_embed.detach()
     if variant == "_nope" and state.pop("pos_embed", None) is not None:
-        warn(f"{name}: the weights were trained with position embeddings, which are left out here.", 4)
+        warn(f"{name}: the weights were trained with position embeddings, which are left out here.")
     if unknown is not None and variant != "_mjp":
         raise PrivlabError(
             f"The weights of {path.name} hold E_unk of MJP (unexpected: unk_embed), which {name} lacks. "
@@ -283,7 +283,7 @@ def _make_named(
         return _assemble(name, architecture, vit, origin, unknown.float(), "trained")
     if variant != "_mjp":
         return _assemble(name, architecture, vit, origin)
-    warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.", 4)
+    warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")
     return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
 
 
@@ -312,7 +312,7 @@ def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path 
             if weights == "pretrained":
                 raise PrivlabError(f"--weights pretrained: {error}") from error
             reason = f": {error}"
-    warn(f"{name} has RANDOM weights (seed {seed}){reason} Leakage of trained weights differs.", 4)
+    warn(f"{name} has RANDOM weights (seed {seed}){reason} Leakage of trained weights differs.")
     return None
 
 

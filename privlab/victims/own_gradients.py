@@ -51,7 +51,6 @@ def check_gradients(own: nn.Module, model: VictimModel, head: nn.Module) -> None
     if after:
         warn(
             f"{kind} has hooks on accumulated gradients, which privlab does not run: {first(after, 3)}.",
-            5,
         )
     draw = torch.Generator().manual_seed(0)
     images = torch.rand(2, *model.image_shape, generator=draw).to(model.mean)

@@ -119,7 +119,7 @@ def read_state(path: Path, base: State | None = None) -> State:
     if kind := kind_of(state):
         found.append(f"tensors by the names of {KINDS[kind].library} as timm's ViT")
     if found:
-        warn(f"{path.name}: read {' and '.join(found)}.", 3)
+        warn(f"{path.name}: read {' and '.join(found)}.")
     return state
 
 

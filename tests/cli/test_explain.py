@@ -154,6 +154,7 @@ def test_an_unknown_name_is_refused_in_one_line(cli: Callable[..., Any], name: s
     assert (told.status, told.out) == (2, "")
     assert told.err.startswith(f"Error: Unknown attack, defense, metric or flag '{name}'. {hint}")
     assert told.err.count("\n") == 1
+    assert "glossary" in told.err
     with pytest.raises(PrivlabError, match="defense"):
         explain(name)
 

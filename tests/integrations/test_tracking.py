@@ -21,7 +21,7 @@ KEY = "cifar_vit_mjp27, setting a, none/patch-gradient/psnr"
 @pytest.fixture(scope="module")
 def run(photographs: Any, tmp_path_factory: pytest.TempPathFactory) -> privlab.Run:
     out = tmp_path_factory.mktemp("run")
-    return privlab.attack("cifar_vit_mjp27", photographs(2, 32), [3, 5], settings="a", out=out, **QUICK)
+    return privlab.attack("cifar_vit_mjp27", photographs(3, 32), [3, 5, 7], settings="a", out=out, **QUICK)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> MagicMock:
@@ -45,7 +45,7 @@ def test_mlflow_is_given_parameters_means_verdict_and_files(run: privlab.Run, mo
     assert "Few images" in tags["flags"]
     files = [Path(call.args[0]).name for call in mlflow.log_artifact.call_args_list]
     assert files == [*sorted(file.name for file in run.path.glob("strips/*.png")), "run.json"]
-    assert len(files) == 3
+    assert len(files) == 4
 
 
 def test_wandb_is_given_the_same(run: privlab.Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_wandb_is_given_the_same(run: privlab.Run, monkeypatch: pytest.MonkeyPat
     summary = wandb.run.summary.update.call_args.args[0]
     assert summary[KEY] > 60
     assert summary["verdict"] == run.verdict
-    assert len(wandb.run.log.call_args.args[0]["strips"]) == 2
+    assert len(wandb.run.log.call_args.args[0]["strips"]) == 3
     assert wandb.run.log_artifact.call_args.args[0] == str(run.path / "run.json")
 
 
@@ -90,9 +90,9 @@ def test_records_of_every_eval_ever_have_the_scores_of_the_worst_case(run: privl
         "metric_name": "psnr", "evaluation_description": "", "lower_is_better": True, "score_type": "continuous",
         "min_score": 0.0, "max_score": "Infinity",
     }  # fmt: skip
-    table = run.table().set_index("attack").loc["worst case"]
+    table = run.details().data.set_index("attack").loc["worst case"]
     assert result["score_details"]["score"] == table.psnr
-    assert result["score_details"]["uncertainty"]["num_samples"] == 2
+    assert result["score_details"]["uncertainty"]["num_samples"] == 3
     assert result["score_details"]["uncertainty"]["confidence_interval"]["lower"] == table.psnr_low
 
 
@@ -120,7 +120,7 @@ def test_mlflow_itself_keeps_all_of_it(run: privlab.Run, tmp_path: Path, monkeyp
     assert kept.params["seed"] == "0"
     assert kept.metrics[KEY.replace(",", "_")] > 60
     assert kept.tags["verdict"] == run.verdict
-    assert len(list(tmp_path.rglob("strips/*.png"))) == 2
+    assert len(list(tmp_path.rglob("strips/*.png"))) == 3
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -130,4 +130,4 @@ def test_wandb_itself_takes_all_of_it(run: privlab.Run, tmp_path: Path) -> None:
         log_wandb(run)
         assert active.config["seed"] == 0
         assert active.summary["verdict"] == run.verdict
-    assert len(list(tmp_path.rglob("*.png"))) == 2
+    assert len(list(tmp_path.rglob("*.png"))) == 3

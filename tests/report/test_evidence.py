@@ -13,12 +13,13 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 import privlab
-from privlab.attacks import attacks
+from privlab.attacks import April, attacks
 from privlab.base import PrivlabError
-from privlab.report.evidence import evidence_of
+from privlab.evaluation import Adversary
+from privlab.report.evidence import _left_out, evidence_of
 from privlab.report.run import LEAKS, Run
 from privlab.report.tables import Results
-from privlab.threat import Client
+from privlab.threat import AttackDeclarations, Client
 
 HOSTILE = "<b>|`$"
 ONCE = Client(lr=0.01)
@@ -97,6 +98,14 @@ def test_what_is_not_known_may_not_be_quoted_as_privacy(
     assert "private image and" not in sections["Keep it as you keep the private image"].lines[0]  # no reference
     left = [name for _, names in sections["What was not tried"].rows[:-1] for name in names.split(", ")]
     assert sorted([*left, "patch-gradient"]) == sorted(attacks())
+
+
+def test_an_attack_that_did_not_run_has_the_reason_that_holds_for_it() -> None:
+    declared = AttackDeclarations(effort="full", stands_in_for=("april",))
+    named, unnamed = Adversary(attacks=(April(),), effort="quick"), Adversary(effort="quick")
+    assert _left_out(declared, named, ["april"]) == "was not asked for"
+    assert _left_out(declared, unnamed, ["april"]) == "needs --effort full"
+    assert _left_out(declared, Adversary(effort="full"), ["april"]) == "stands in for an attack that ran"
 
 
 def test_a_run_that_is_no_audit_has_none(page_results: Callable[..., Results], tmp_path: Path) -> None:

@@ -99,6 +99,23 @@ def test_x_may_be_an_option_of_a_defense() -> None:
     assert picture.axes[0].get_xscale() == "log"
 
 
+@pytest.mark.parametrize(
+    ("xs", "scale"),
+    [
+        ((1e-3, 1e-2, 1e-1), "log"),
+        ((0.0, 1e-3, 1e-2, 1e-1), "symlog"),
+        ((0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0), "linear"),
+        ((-1.0, 1.0, 1000.0), "linear"),
+        ((5.0,), "linear"),
+    ],
+)
+def test_x_is_logarithmic_where_ratios_are_even(xs: tuple[float, ...], scale: str) -> None:
+    cases = [CaseFacts(f"{x}", None, {"sigma": x}) for x in xs]
+    picture = draw(made(cases, [30.0 - i for i in range(len(xs))]), Figure("curve", "c", "psnr", "sigma"))
+    assert picture.axes[0].get_xscale() == scale
+    np.testing.assert_allclose(line(picture, "worst case").get_xdata(), xs)
+
+
 def test_axes_say_the_unit_and_where_it_leaks(curves: Results) -> None:
     labels = {
         y: draw(curves, Figure("curve", "c", y, "gamma")).axes[0].get_ylabel() for y in ("psnr", "mse", "correct")

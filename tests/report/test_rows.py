@@ -215,14 +215,22 @@ def test_above_that_psnr_every_grey_level_is_right(values: int, above: float, se
 
 
 def test_infinite_and_missing_scores() -> None:
-    records = [record(0, "april", "a", psnr=math.inf, mse=0.0), record(0, "april", "b", psnr=20.0)]
-    rows = leakage(results(records))
+    records = [record(0, "april", "a", psnr=math.inf, mse=0.0)]
+    rows = leakage(results([*records, *(record(0, "april", name, psnr=20.0) for name in "bc")]))
     psnr, mse, correct = (row_of(rows, "paper").scores[name] for name in ("psnr", "mse", "correct"))
-    assert psnr == Score(math.inf, 0.0, math.inf, 2)
+    assert psnr == Score(math.inf, 0.0, math.inf, 3)
     assert mse.mean == 0.0
     assert (mse.images, math.isnan(mse.low)) == (1, True)
     assert math.isnan(correct.mean)
     assert correct.images == 0
+
+
+def test_a_mean_over_two_images_has_no_interval() -> None:
+    rows = leakage(results([record(0, "april", "a", psnr=10.0), record(0, "april", "b", psnr=20.0)]))
+    score = row_of(rows, "paper").scores["psnr"]
+    assert (score.mean, score.images) == (15.0, 2)
+    assert math.isnan(score.low)
+    assert math.isnan(score.high)
     assert math.isnan(row_of(rows, "worst").scores["correct"].mean)
 
 

@@ -108,12 +108,21 @@ worst case: the best attack of each image, chosen by the evaluator: an upper bou
 
 ±: farther end of the 95 % interval of the mean over the images, by Student's t
 
+n = 2: a mean over two images is shown without an interval, which would say nothing
+
 bold: the leakiest figure, measured here, of its column and group
 
 weights: paper: trained / here: random
 """  # noqa: E501
 
-LATEX = r"""\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
+LATEX = r"""% It needs \usepackage{booktabs,graphicx}.
+\begin{table}[htbp]
+\centering
+\caption{Table 5}
+\label{tab:table-5}
+\footnotesize
+\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%
+\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
 \toprule
  & images & \multicolumn{2}{c}{MSE $\downarrow$} & \multicolumn{2}{c}{PSNR $\uparrow$} \\
 \midrule
@@ -130,7 +139,7 @@ LATEX = r"""\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
 \quad x (external)\textsuperscript{c} & 1 & \textbf{\boldmath 0.2000} &  & \textbf{\boldmath 7.0} &  \\
 \quad control: mean & 1 & 0.1000 &  & 10.0 &  \\
 \bottomrule
-\end{tabular}
+\end{tabular}}
 \par\smallskip{\footnotesize\raggedright
 \noindent\textsuperscript{a} cannot run: april (no PE)\par
 \noindent\textsuperscript{b} not among the attacks: april (no PE)\par
@@ -138,9 +147,11 @@ LATEX = r"""\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
 \noindent published: MJP (2023)\par
 \noindent worst case: the best attack of each image, chosen by the evaluator: an upper bound; its leakiest score over all attacks and draws, by each metric's own direction; a share says how often an attack reaches it, over images and columns\par
 \noindent $\pm$: farther end of the 95 \% interval of the mean over the images, by Student's t\par
+\noindent n = 2: a mean over two images is shown without an interval, which would say nothing\par
 \noindent bold: the leakiest figure, measured here, of its column and group\par
 \noindent weights: paper: trained / here: random\par
 }
+\end{table}
 """  # noqa: E501
 
 CSV = """\
@@ -161,6 +172,18 @@ def test_markdown_as_written() -> None:
 
 def test_latex_as_written() -> None:
     assert to_latex(ROWS, LAYOUT, **CAPTION) == LATEX
+
+
+def test_latex_is_a_float_with_caption_label_and_its_notes_within_or_after_it() -> None:
+    table = laid_out(ROWS, LAYOUT, **CAPTION)
+    named = {"caption": "50 % of γ", "label": "t"}
+    inside, outside = (table.render("latex", **named, notes_outside=out) for out in (False, True))
+    for text in (inside, outside):
+        assert r"\caption{50 \% of $\gamma$}" in text
+        assert r"\label{t}" in text
+        assert text.count(r"\smallskip") == 1
+    assert inside.index(r"\smallskip") < inside.index(r"\end{table}")
+    assert outside.index(r"\smallskip") > outside.index(r"\end{table}")
 
 
 def test_csv_as_written() -> None:

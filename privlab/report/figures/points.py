@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.figure
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from privlab.base import PrivlabError, check_name
@@ -47,8 +49,7 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
             ax.annotate("†", (x, y), (3, 2), textcoords="offset points", fontsize=style.SMALL)
     control_handle = style.control_line(ax, control, scale)
     scale.apply(ax, "y")
-    if points.x.min() > 0 and points.x.max() > 100 * points.x.min():
-        ax.set_xscale("log")
+    _scale_x(ax, points.x)
     ax.set_xlabel(_title(results.cases[cases[0]], figure.x or ""))
     ax.set_ylabel(style.axis_title(figure.y))
     shown = {group: looks[group] for group in marks.group.unique() if looks}
@@ -56,6 +57,24 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     said = notes(results, cases, f"Bands: {results.layout.interval * 100:g} % intervals of the mean.")
     style.dress(picture, _CURVE_HEIGHT, handles, said)
     return picture
+
+
+def _scale_x(ax: Axes, x: pd.Series) -> None:
+    """Make the x axis logarithmic where values span a factor of ten and their ratios are more even than their steps.
+
+    An axis with a value of zero is linear from there to the smallest other value.
+    """
+    values = np.unique(x)
+    positive = values[values > 0]
+    if values[0] < 0 or len(positive) < 2 or positive[-1] < 10 * positive[0]:
+        return
+    steps, ratios = np.diff(positive), np.diff(np.log(positive))
+    if positive[-1] <= 100 * positive[0] and ratios.max() / ratios.min() > steps.max() / steps.min():
+        return
+    if values[0] > 0:
+        ax.set_xscale("log")
+    else:
+        ax.set_xscale("symlog", linthresh=positive[0])
 
 
 def _legend(

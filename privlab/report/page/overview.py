@@ -108,7 +108,9 @@ def lead_text(results: Results) -> list[str]:
     elif not pairs:
         lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
     elif more := sum(here.mean > claim.mean if up else here.mean < claim.mean for claim, here in pairs):
-        of = "the only case" if len(pairs) == 1 else f"{more} of {len(pairs)} cases"
+        of = f"{more} of {len(pairs)} cases"
+        if len(pairs) == 1:
+            of = "the only case" if len(scored) == 1 else "the only case that has it"
         apart = sum(claim.high < here.low if up else here.high < claim.low for claim, here in pairs)
         beyond = "" if not apart else ", beyond the intervals" + ("" if apart == more else f" on {apart}")
         lines.append(f"By {name}, the worst case leaks more than the paper's attack, {attack}, on {of}{beyond}.")

@@ -160,6 +160,10 @@ def _notes(results: Results, rows: Sequence[Row], layout: Layout) -> list[str]:
             f"±: farther end of the {100 * layout.interval:g} % interval of the mean over the images, by Student's t",
         ),
         (
+            any(s.images == 2 and math.isnan(s.low) for row in rows for s in map(row.scores.__getitem__, columns)),
+            "n = 2: a mean over two images is shown without an interval, which would say nothing",
+        ),
+        (
             geometry == "oracle",
             "oracle: before scoring, the evaluator put the patches that were moved where they fit the image best, for "
             f"both attacks and controls; {CONTROLS[2]} would be the image itself, and is left out",

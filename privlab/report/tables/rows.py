@@ -9,7 +9,7 @@ import pandas as pd
 
 from privlab.base import first
 from privlab.evaluation import CONTROL, CONTROLS
-from privlab.grids import KNOWN
+from privlab.grids import KNOWN, PAPERS_ATTACKS
 from privlab.report.intervals import mean_interval
 from privlab.report.tables.per_image import (
     CELL,
@@ -38,6 +38,9 @@ class Score:
 
 NO_SCORE = Score(float("nan"))
 """What was not measured."""
+
+_FEWEST_WITH_INTERVAL = 3
+"""The fewest images whose mean is shown with an interval: that of two is some ten times as wide as their difference."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ def measure(
     for name in metrics:
         of = Segments.of(images[name].to_numpy(), group, ascending=False)
         least, most = (-np.inf, np.inf) if differences else KNOWN[name].range
-        ends = (end.clip(least, most) for end in mean_interval(of, level))
+        few = np.logical_and(not differences, of.sizes < _FEWEST_WITH_INTERVAL)
+        ends = (np.where(few, np.nan, end).clip(least, most) for end in mean_interval(of, level))
         columns = (of.group, of.means(), *ends, of.sizes)
         cells = zip(*(column.tolist() for column in columns), strict=True)
         scores[name] = {cell: Score(mean, low, high, n) for cell, mean, low, high, n in cells}
@@ -201,6 +205,19 @@ def measure(
             exact=int(exact[key]) if key in exact else None,
         )
     return rows
+
+
+def _papers_attack(results: "Results", case: int) -> str | None:
+    """Return the attack that the paper of a case's defense reports.
+
+    An experiment names it for all its cases. A run has it where nothing is defended, and for the defenses of its paper:
+    `april` is no attack of a paper on a defense of your own.
+    """
+    attack = results.layout.paper_attack
+    defense = str(results.cases[case].options.get("defense", "none"))
+    if "specification" in results.facts and not PAPERS_ATTACKS.get(attack or "", {defense}) & {*defense.split("+")}:
+        return None
+    return attack
 
 
 def _rows(
@@ -222,7 +239,7 @@ def _rows(
         yield replace(nothing, kind="published", scores=printed)
     attacks = [key for key, row in measured.items() if row.kind == "attack" and key[0] not in (WORST, SINGLE)]
     attacks.sort(key=lambda key: (key[0] != layout.paper_attack, key))
-    if (paper := layout.paper_attack) is not None:
+    if (paper := _papers_attack(results, case)) is not None:
         key = next((key for key in attacks if key[0] == paper), (paper, ""))
         refused = {paper: facts.refused[paper]} if paper in facts.refused and key not in measured else {}
         yield replace(measured.get(key, nothing), kind="paper", attack=paper, refused=refused)

@@ -107,12 +107,23 @@ class Table:
         pairs = zip_longest(self.options, self._flat(), fillvalue={})
         return pd.DataFrame([{**options, **record} for options, record in pairs])
 
-    def render(self, form: str, *, standalone: bool = False) -> str:
+    def render(
+        self,
+        form: str,
+        *,
+        standalone: bool = False,
+        caption: str | None = None,
+        label: str | None = None,
+        notes_outside: bool = False,
+    ) -> str:
         """Return the table as text, in one of `FORMATS`.
 
         Args:
-            form: "latex", "csv", "markdown", "json" or "html".
-            standalone: whether LaTeX is a whole document; the other formats do not read it.
+            form: "latex", "csv", "markdown", "json" or "html"; only LaTeX reads the other arguments.
+            standalone: whether it is a whole document.
+            caption: the caption, as plain text; by default the title.
+            label: the name by which the text refers to it; by default "tab:" and the title in kebab-case.
+            notes_outside: whether the notes follow the float instead of being its last lines.
 
         Raises:
             PrivlabError: for an unknown format.
@@ -128,7 +139,15 @@ class Table:
         return (
             _templates()
             .get_template(f"table.{_SUFFIX[form]}")
-            .render(table=self, cases=self._has_cases, height=max(297, 50 + height), standalone=standalone)
+            .render(
+                table=self,
+                cases=self._has_cases,
+                height=max(297, 50 + height),
+                standalone=standalone,
+                caption=self.title if caption is None else caption,
+                label=f"tab:{_slug(self.title) or 'leakage'}" if label is None else label,
+                notes_outside=notes_outside,
+            )
         )
 
     def __rich__(self) -> RichTable:
@@ -208,6 +227,11 @@ def terminal_text(shown: RenderableType, width: int = 80) -> str:
     with console.capture() as captured:
         console.print(shown, crop=False)
     return captured.get()
+
+
+def _slug(text: str) -> str:
+    """Return a text in kebab-case: "cifar_vit with MJP" is cifar-vit-with-mjp."""
+    return "-".join(re.findall("[a-z0-9]+", text.lower()))
 
 
 _SUFFIX = {"latex": "tex", "markdown": "md", "html": "html"}
