@@ -242,7 +242,7 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
 
 
 def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float | None:
-    """Return the share of a release that reconstructions explain, of clients with one image each; None for others.
+    """Return the share of a release that reconstructions explain, of clients with one image or volume; None for others.
 
     None too where the attacks read the head alone, which many images explain, where a defense of images made draws that
     nobody can repeat, and where filters leave no entry exact.
@@ -257,13 +257,15 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
         images: the reconstructions of one release, those of all its clients.
         i: the number of the release.
     """
-    if not isinstance(seen, Observation) or seen.client is None or seen.client.images > 1:
+    if not isinstance(seen, Observation) or seen.client is None:
+        return None
+    if seen.client.images > 1 and not (seen.client.fuses and seen.client.clients == 1):
         return None
     if not tells_images(seen) or Stack(tuple(seen.defense)).changes_images:
         return None
     own, client = seen.take([i]), seen.client
-    if not client.has_labels:
-        of_head = residual_of_head(own, images) if len(images) == 1 else None
+    if not client.has_labels or client.fuses:
+        of_head = residual_of_head(own, images) if len(images) == 1 or client.fuses else None
         return None if of_head is None else explained_share(of_head)
     label = label_of_update(own) if len(images) == 1 else None
     update = {name: u[0] for name, u in own.gradients.items()}

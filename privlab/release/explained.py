@@ -23,7 +23,7 @@ from privlab.threat import (
     defense_declarations,
     linear_loss,
 )
-from privlab.victims import released_gradients, released_parameters
+from privlab.victims import fusing, released_gradients, released_parameters
 
 _HEAD, _BIAS, _WEIGHT = "head.", "head.bias", "head.weight"
 _PROJECTION, _PE = "patch_embed.proj.weight", "pos_embed"
@@ -185,7 +185,8 @@ def logit_gradients(seen: Observation, images: Float[Tensor, "b c h w"]) -> Floa
     Of the loss ℓ nothing is used. The head, z_i = W f_i + b, has ∂ℓ/∂b = Σ_i h_i / B and ∂ℓ/∂W = Σ_i h_i f_iᵀ / B. So
     the bias of one image releases h; of several images, and without the bias, the features f_i solve for all h_i, where
     they are linearly independent. All other gradients follow: ∂ℓ/∂θ = Σ_i (∂z_i/∂θ)ᵀ h_i / B (`linear_loss`). A step
-    along these explains a release whatever its loss, its targets and its learning rate were.
+    along these explains a release whatever its loss, its targets and its learning rate were. Slices of a volume that
+    are fused have one z, and so one h, which the bias releases.
 
     Several steps on one image release Σ_s a_s h_s of other h_s in each step. The mean over the steps is returned, which
     says less: the next h_s depends on the loss. Of several images in several steps nothing is returned.
@@ -198,14 +199,16 @@ def logit_gradients(seen: Observation, images: Float[Tensor, "b c h w"]) -> Floa
     held = {name: u[0] for name, u in seen.gradients.items() if name in (_BIAS, _WEIGHT)}
     if not held or scales(Stack(tuple(seen.defense)).on_gradients) or not model.classes:
         return None
-    reach = 1.0
+    one, reach = B == 1 or (client is not None and client.fuses), 1.0
     if client is not None:
-        if client.optimiser != "sgd" or (client.total_steps > 1 and (B > 1 or client.clip is not None)):
+        if client.fusion == "attention":  # its layer reads the order of the slices, which nothing shows
+            return None
+        if client.optimiser != "sgd" or (client.total_steps > 1 and (not one or client.clip is not None)):
             return None
         held, reach = undecayed(model, held, client), client.reach
-    if B == 1 and _BIAS in held:
+    if one and _BIAS in held:
         return held[_BIAS].double()[None] / reach
-    if _WEIGHT not in held:
+    if _WEIGHT not in held or (one and B > 1):
         return None
     feed = _fed(seen, images)
     with torch.no_grad(), full_precision():
@@ -238,7 +241,7 @@ def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[T
         return None
     feed, loss = _fed(seen, images), client or Client()
     with torch.no_grad(), full_precision():
-        z = model(feed.images, feed.masked_pe, feed.replacement).double()
+        z = fusing(model, loss.fusion)(feed.images, feed.masked_pe, feed.replacement).double()
     y = _targets_at(loss, z, h)
     solved_again = client is not None and client.loss in ("cross-entropy", "binary", "regression", "smooth-l1")
     if client is None or client.total_steps == 1 or not solved_again or _BIAS not in seen.gradients:
@@ -416,8 +419,9 @@ def _token_gradients(
     seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"], *, of_logits: bool
 ) -> Float[Tensor, "n d"]:
     """Return A of all patches of all images in the first step, times what a gradient moves in all steps."""
-    model, feed = seen.model, _fed(seen, images)
+    feed = _fed(seen, images)
     client = _with(seen.client or Client(), of_logits=of_logits) or Client()
+    model = fusing(seen.model, client.fusion)
     if isinstance(target, Tensor):
         client, labels = replace(client, label_smoothing=0.0, class_weights=None), target.to(images)
     else:

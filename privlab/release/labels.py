@@ -228,9 +228,10 @@ def labels_of_update(seen: Observation) -> Told:
 
     None is known if the head's bias is not there, or the client's loss has no labels.
     """
-    client, B, rises = seen.client, seen.images_per_release, _rises(seen)
+    client, rises = seen.client, _rises(seen)
     if client is None or rises is None:
         return Told((), ())
+    B = client.released_labels
     classes = len(rises)
     noise = _noise(seen)
     least = _ROUNDINGS * rounding_of(seen, _BIAS)
@@ -308,9 +309,10 @@ def check_order(seen: Observation, source: str) -> None:
     Raises:
         PrivlabError: if at most B biases were moved down, and more than 2 B up by what the gradients alone moved.
     """
-    rises, B = _rises(seen), seen.images_per_release
+    rises = _rises(seen)
     if rises is None or seen.client is None or seen.client.loss != "cross-entropy":
         return
+    B = seen.client.released_labels
     raised, lowered = int((rises > 0).sum()), int((rises < 0).sum())
     if lowered <= B and raised > 2 * B and _adds_up(seen, rises):
         raise PrivlabError(

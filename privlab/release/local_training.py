@@ -15,7 +15,7 @@ from privlab.base import PrivlabError, full_precision, gradients_enabled, int8_s
 from privlab.release.effects import AnyDefense, effects_of
 from privlab.release.releases import gradient_capabilities, released_names
 from privlab.threat import Capability, Client, ClientData, Defense, Observation, Stack, client_loss, private_targets
-from privlab.victims import VictimModel, adapted, bottlenecked, check_names, prompted
+from privlab.victims import VictimModel, adapted, bottlenecked, check_names, fusing, prompted
 
 Update: TypeAlias = Mapping[str, Float[Tensor, "..."]]
 """What local training moved, or a part of it, by timm's parameter name."""
@@ -73,7 +73,8 @@ def run_client(
     The weights are stored, and their updates rounded, in the model's own number format; so is the difference. What is
     sent is then rounded to `client.sent_as`, and a server that gets weights subtracts θ_0 from them. Layers run as in
     evaluation, but for the client's dropout and drop path. A defense of images draws again for each batch of each step.
-    The difference is not finite if the training diverges.
+    The difference is not finite if the training diverges. A layer that fuses slices trains too, and is left out: it is
+    no part of the victim.
 
     Args:
         model: the server's model with θ_0; it is left as it is.
@@ -92,15 +93,16 @@ def run_client(
         )
     model = served(model, client)
     names = trained_parameters(model, client, defense)
-    own = copy.deepcopy(model).eval().requires_grad_(False)
+    own = copy.deepcopy(fusing(model, client.fusion)).eval().requires_grad_(False)
     trained = {name: _parameter(own, name).requires_grad_(True) for name in names}
+    of_fusion = [] if own.fusion is None else list(own.fusion.requires_grad_(True).parameters())
     _set_dropout(own, client)
     device = model.mean.device
     targets = private_targets(model, client, data.images, data.labels, data.draw)
     seed = int(torch.randint(2**62, (), generator=data.draw))
     with gradients_enabled(), full_precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        _train(own, list(trained.values()), client, data, targets, Stack(tuple(defense)))
+        _train(own, [*trained.values(), *of_fusion], client, data, targets, Stack(tuple(defense)))
     update = {}
     for name, after in trained.items():
         before, after = _parameter(model, name).detach(), after.detach()
@@ -120,14 +122,16 @@ def update_on(
         model: the server's model with θ_0; it is left as it is.
         client: the public settings.
         images: the images, in [0, 1].
-        target: the class index of all of them, or the targets of each, which hold smoothing and weights already.
+        target: the class index of all of them, or the targets of each, or of all slices of a volume, which
+            hold smoothing and weights already.
 
     Raises:
         PrivlabError: as in `run_client`.
     """
     B = len(images)
     if isinstance(target, Tensor):
-        client, labels = replace(client, label_smoothing=0.0, class_weights=None), target.to(images)
+        client = replace(client, label_smoothing=0.0, class_weights=None)
+        labels = target.to(images).expand(B, -1)
     else:
         labels = torch.full((B,), target, device=images.device)
     if B > 1:
@@ -193,6 +197,7 @@ def update_capabilities(
     client.check_filters([part.name for part in Stack(tuple(defense)).on_gradients])
     grants = gradient_capabilities(model, defense, client.released_images, trained=trained) | {Capability.CLIENT_UPDATE}
     of_labels = client.loss == "cross-entropy" and (client.class_weights is None or client.released_images == 1)
+    of_labels = of_labels and not client.fuses
     return grants if of_labels else grants - {Capability.CLASS_LABELS}
 
 
@@ -377,7 +382,8 @@ def _steps(client: Client, draw: Generator) -> Iterator[list[Tensor]]:
     """Yield the batches of each optimiser step, as rows of the client's images."""
     left = client.total_steps
     while left > 0:
-        order = torch.randperm(client.images, generator=draw) if client.shuffle else torch.arange(client.images)
+        shuffled = client.shuffle and not client.fuses  # slices keep their places in the volume
+        order = torch.randperm(client.images, generator=draw) if shuffled else torch.arange(client.images)
         batches = list(order.split(client.batch_size))
         for start in range(0, len(batches), client.accumulation)[:left]:
             yield batches[start : start + client.accumulation]

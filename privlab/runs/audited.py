@@ -232,7 +232,7 @@ def _unexplained(audited: Audited, found: Told, diagnosis: UpdateDiagnosis | Non
         except PrivlabError as reason:
             warn(f"{reason} The attacks run all the same: that they fail is no evidence of privacy.")
     counted = client.loss == "cross-entropy" and client.class_weights is None  # −h_c ≤ n_c of other losses is not known
-    one_by_one = client.released_images == 1 or not counted or len(found.labels) > client.released_images
+    one_by_one = client.released_labels == 1 or not counted or len(found.labels) > client.released_labels
     if one_by_one or seen.defense or client.gradient_factor is None:
         return audited
     return replace(audited, told=_told(audited.base, as_gradients(seen)))

@@ -40,6 +40,7 @@ _SETTINGS_OF_LOSSES = {
     "alpha": ("binary-focal",),
 }
 _NUMBERS = ("float32", "bf16", "fp16")
+_FUSIONS = ("none", "mean", "attention")
 
 _SMALL = 1e-8
 """A decay that changes no gradient: half of the digits of float64."""
@@ -78,6 +79,9 @@ class Client:
         clients: K ≥ 1, the clients whose mean is released; 1 for a client whose update the server sees alone.
         batch_size: images of a batch, ≥ 1; the last batch of a pass may be smaller.
         shuffle: whether each pass is in its own order, drawn in private; else in the order of the images.
+        fusion: how a batch becomes one prediction: "none" (each image has its own), "mean" (the head reads the mean of
+            the features of all images) or "attention" (it reads a class token behind a transformer layer over these).
+            The images are then the slices of one volume, in one batch, and its label is that of the first slice.
         accumulation: batches of one pass whose mean gradient makes one optimiser step, ≥ 1; the last step of a pass may
             have fewer.
         clip: the largest norm of the gradient of all trained parameters before a step, > 0; None does not clip.
@@ -137,6 +141,7 @@ class Client:
     clients: int = 1
     batch_size: int = 1
     shuffle: bool = True
+    fusion: str = "none"
     accumulation: int = 1
     clip: float | None = None
     loss: str | Callable[..., Any] = "cross-entropy"
@@ -173,6 +178,7 @@ class Client:
         check_name("number format of autocast", self.autocast, _NUMBERS)
         check_name("number format of what is sent", self.sent_as, (*_NUMBERS, "int8"))
         check_name("kind of update", self.sends, ("difference", "weights"))
+        check_name("fusion of slices", self.fusion, _FUSIONS)
         for name in ("lr", "eps"):
             value = getattr(self, name)
             check_range(0 < value < math.inf, f"client.{name}", "a finite number > 0", f"{value:g}")
@@ -213,6 +219,12 @@ class Client:
         if self.optimiser != "sgd" and (used := [f"client.{key}={value}" for key, value in of_sgd.items() if value]):
             raise PrivlabError(f"{', '.join(used)} is of sgd alone. Found client.optimiser={self.optimiser}.")
 
+        if self.fuses and self.images > self.batch_size:
+            raise PrivlabError(
+                f"client.fusion={self.fusion} makes one prediction of all slices of a volume, which are one batch: set "
+                "client.images and client.batch_size both to the number of slices. "
+                f"Found {self.images} and {self.batch_size}."
+            )
         if self.rank != type(self).rank and self.trains not in ("lora", "adapters"):
             raise PrivlabError(f"client.rank={self.rank} is of lora and adapters. Found client.trains={self.trains}.")
         if self.prompts != type(self).prompts and self.trains != "prompts":
@@ -290,6 +302,16 @@ class Client:
     def with_loss(self, loss: str | Callable[..., Any]) -> "Client":
         """Return the client with another loss, whose settings have their defaults."""
         return replace(self, loss=loss, **{name: getattr(Client, name) for name in _SETTINGS_OF_LOSSES})
+
+    @property
+    def fuses(self) -> bool:
+        """Return whether all images of a batch become one prediction, so that they have one label."""
+        return self.fusion != "none"
+
+    @property
+    def released_labels(self) -> int:
+        """Return the labels of one release: one for each image, or for each volume."""
+        return self.clients if self.fuses else self.released_images
 
     @property
     def released_images(self) -> int:
@@ -408,7 +430,9 @@ CLIENT_PRESETS: Mapping[str, Client] = MappingProxyType(
         "flowertune-vit": Client(
             optimiser="adam", lr=0.01, epochs=1, batch_size=32, images=32, trains="head", sends="weights"
         ),
-        "mediswarm": Client(optimiser="adamw", lr=1e-6, weight_decay=0.01, epochs=5, batch_size=32, images=32),
+        "mediswarm": Client(
+            optimiser="adamw", lr=1e-6, weight_decay=0.01, epochs=5, batch_size=32, images=32, fusion="attention"
+        ),
     }
 )
 """Clients with the settings of public examples; the count of images is the user's own, here one batch.
@@ -424,6 +448,5 @@ CLIENT_PRESETS: Mapping[str, Client] = MappingProxyType(
   mst.py: lr 1e-6; base_model.py: AdamW, hence torch's λ = 0.01), custom/threedcnn_ptl.py: batches of one volume, five
   epochs a round, no accumulation, no clipping; config/config_fed_client.conf: the difference of weights is sent. A
   volume has 32 slices (custom/data/datasets/dataset_3d_odelia.py, CropOrPad), which one ViT for images sees in one step
-  (mst.py, `rearrange`): here they are a batch of 32 images with the label of the volume. There a transformer mixes what
-  the ViT makes of the slices before the head; here the loss is the mean over the slices.
+  (mst.py, `rearrange`), and a layer of a transformer fuses its features before the head (`SliceFusion`).
 """

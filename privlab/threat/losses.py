@@ -37,7 +37,7 @@ def client_loss(client: Client, outputs: Float[Tensor, "b y"], targets: Tensor) 
     Args:
         client: the public settings.
         outputs: of the model on the batch.
-        targets: class indices, or what `private_targets` returns of the batch.
+        targets: class indices, or what `private_targets` returns of the batch; the first is that of fused slices.
 
     Raises:
         PrivlabError: if the function fails, or returns something else than one finite number with a gradient.
@@ -45,6 +45,7 @@ def client_loss(client: Client, outputs: Float[Tensor, "b y"], targets: Tensor) 
     Source: SigLIP (Zhai et al., ICCV 2023), Algorithm 1; DINO (Caron et al., ICCV 2021), Algorithm 1; focal losses (Lin
     et al., ICCV 2017), Equation 5.
     """
+    targets = targets[:1] if client.fuses else targets  # of all slices
     if not isinstance(client.loss, str):
         return _of_function(client, outputs, targets)
     weights = None if client.class_weights is None else outputs.new_tensor(client.class_weights)

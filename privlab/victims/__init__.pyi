@@ -1,5 +1,6 @@
 from .adapters import adapted as adapted
 from .adapters import bottlenecked as bottlenecked
+from .adapters import fusing as fusing
 from .adapters import prompted as prompted
 from .anatomy import PREFIX_TOKENS as PREFIX_TOKENS
 from .anatomy import told_of_places as told_of_places

@@ -1,10 +1,11 @@
-"""What a server adds to a victim for clients that train it alone: LoRA's or bottleneck adapters, or prompt tokens."""
+"""What a server adds to a victim: LoRA's or bottleneck adapters, prompt tokens, or a layer that fuses slices."""
 
 import copy
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from timm.models.eva import EvaBlock
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
@@ -32,6 +33,55 @@ class Bottleneck(nn.Module):
     def forward(self, h: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         """Return what the adapter makes of each token."""
         return h + self.up(F.gelu(self.down(h)))
+
+
+class SliceFusion(nn.Module):
+    """Make one feature vector of those of the slices of a volume: by a transformer layer, or their mean.
+
+    The layer is that of MediSwarm's MST: the features and behind them a class token go through pre-norm attention with
+    rotary places and an MLP as wide as the features, and the class token is normalised and read. Biases and the width
+    of its heads are timm's.
+    """
+
+    def __init__(self, width: int, fusion: str) -> None:
+        super().__init__()
+        self.layer: nn.Module | None = None
+        if fusion == "attention":
+            self.heads = next(heads for heads in (12, 8, 1) if width % (2 * heads) == 0)  # places turn pairs of entries
+            self.layer = EvaBlock(width, self.heads, mlp_ratio=1.0, num_prefix_tokens=0)
+            self.cls_token, self.norm = nn.Parameter(torch.randn(1, width)), nn.LayerNorm(width)
+
+    def forward(self, features: Float[Tensor, "b d"]) -> Float[Tensor, "1 d"]:
+        """Return the features of the volume."""
+        if self.layer is None:
+            return features.mean(0, keepdim=True)
+        tokens = torch.cat([features, self.cls_token])[None]
+        _, count, width = tokens.shape
+        half = width // self.heads // 2
+        rates = 10_000.0 ** -(torch.arange(half).to(tokens) / half)
+        angles = (torch.arange(count).to(tokens)[:, None] * rates).repeat_interleave(2, 1)
+        return self.norm(self.layer(tokens, rope=torch.cat([angles.sin(), angles.cos()], 1)))[:, -1]
+
+
+def fusing(model: VictimModel, fusion: str) -> VictimModel:
+    """Return a copy whose logits are those of a volume of all images of a batch, b × y for b = 1.
+
+    Args:
+        model: a model with one head.
+        fusion: "mean" or "attention", whose layer the server draws from a public seed; "none" returns the model itself.
+
+    Raises:
+        PrivlabError: if the model has several heads, which read several tokens.
+    """
+    if fusion == "none":
+        return model
+    if hasattr(model.vit, "head_dist"):
+        raise PrivlabError("client.fusion needs a model with one head. This one has two, as distilled models have.")
+    twin = copy.deepcopy(model)
+    with torch.random.fork_rng(devices=[]):  # timm draws on the CPU
+        torch.manual_seed(_SEED)
+        twin.fusion = SliceFusion(model.vit.num_features, fusion).to(model.mean)
+    return twin
 
 
 def adapted(model: VictimModel, rank: int) -> VictimModel:

@@ -69,6 +69,8 @@ class VictimModel(nn.Module):
     std: Tensor
     prompts: int = 0
     """Prompt tokens that a server added behind the class token (`prompted`)."""
+    fusion: nn.Module | None
+    """What makes one prediction of all images of a batch (`fusing`); None where each image has its own."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class VictimModel(nn.Module):
         unk_embed: Float[Tensor, "1 1 d"] | None = None,
     ) -> None:
         super().__init__()
+        self.fusion = None
         vit = unwrapped(vit)
         check_plain(vit)
         _check(vit)
@@ -264,10 +267,12 @@ class VictimModel(nn.Module):
             raise PrivlabError("MJP puts E_unk at the masked slots, and this model has none. Use a `_mjp` victim.")
         return self.unk_embed
 
-    def classify(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
-        """Return the logits of embedded tokens."""
+    def classify(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "_ y"]:
+        """Return the logits of embedded tokens, for each image or for the volume whose slices are fused."""
         vit = self.vit
         x = _last(vit, vit.blocks[:-1](self.before_blocks(tokens)))
+        if self.fusion is not None:
+            return vit.head(self.fusion(vit.forward_head(vit.norm(x), pre_logits=True)))
         return vit.forward_head(vit.norm(x))
 
     def check_cut_layer(self, cut_layer: int) -> None:
@@ -318,7 +323,7 @@ class VictimModel(nn.Module):
         images: Float[Tensor, "b c h w"],
         masked_pe: Bool[Tensor, "b n"] | None = None,
         replacement: Literal["unknown", "zero"] = "unknown",
-    ) -> Float[Tensor, "b y"]:
+    ) -> Float[Tensor, "_ y"]:
         """Return the logits of images: `classify` of what `embed` makes of them.
 
         Args:

@@ -2,8 +2,13 @@
 
 import importlib.util
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,6 +54,62 @@ def test_the_server_of_the_flower_job_leaves_out_both_updates(tmp_path: Path) ->
     status, said = run("flower/job.py", tmp_path)
     assert (status, said.count("left out, leaks: yes")) == (3, 2), said
     assert "Received 0 results and 2 failures" in said
+    assert [load(audit).leaks for audit in tmp_path.glob("updates/round-1/node-*/audit")] == [True, True]
+
+
+@contextmanager
+def process(name: str, *options: str, log: Path, env: dict[str, str]) -> Iterator[None]:
+    """Run a command of Flower, and end it with all processes that it started."""
+    with log.open("wb") as file:
+        command = (str(Path(sys.executable).parent / name), *options)
+        own = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+        try:
+            yield
+        finally:
+            os.killpg(own.pid, signal.SIGKILL)
+            own.wait()
+
+
+def wait_for(text: str, count: int, log: Path) -> None:
+    """Wait until a log has a text so many times."""
+    end = time.monotonic() + 120
+    while log.read_text("utf-8").count(text) < count:
+        assert time.monotonic() < end, log.read_text("utf-8")
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_the_flower_job_runs_as_a_server_process_and_two_client_processes(tmp_path: Path) -> None:
+    """The commands of docs/how-to/jobs.md, on free ports."""
+    if importlib.util.find_spec("flwr") is None:
+        pytest.skip("needs flwr")
+    address = f"127.0.0.1:{free_port()}"
+    (tmp_path / "config.toml").write_text(f'[superlink.here]\naddress = "{address}"\ninsecure = true\n', "utf-8")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | QUIET | {"FOLDER": str(tmp_path), "FLWR_HOME": str(tmp_path), "PATH": path}
+    logs = [tmp_path / f"{name}.log" for name in ("server", "client-0", "client-1", "job")]
+    with ExitStack() as running:
+        own = ("--insecure", "--disable-runtime-dependency-installation", "--port", address.split(":")[1])
+        running.enter_context(process("flower-superlink", *own, log=logs[0], env=env))
+        wait_for("running on http", 1, logs[0])
+        for number in (0, 1):
+            own = ("--insecure", "--superlink", address, "--port", str(free_port()))
+            own += ("--node-config", f"partition-id={number}")
+            running.enter_context(process("flower-supernode", *own, log=logs[1 + number], env=env))
+        wait_for("Activated node_id", 2, logs[0])
+        job = ("run", str(JOBS / "flower"), "here", "--stream")
+        running.enter_context(process("flwr", *job, log=logs[3], env=env))
+        wait_for("Received 0 results and 2 failures", 1, logs[3])
+    said = logs[3].read_text("utf-8")
+    assert said.count("left out, leaks: yes") == 2, said
+    assert "Traceback" not in said
     assert [load(audit).leaks for audit in tmp_path.glob("updates/round-1/node-*/audit")] == [True, True]
 
 

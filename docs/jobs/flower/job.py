@@ -1,7 +1,8 @@
 """A federation of Flower: two clients of one photograph each, and a server that audits each update it gets.
 
 Run it as `python job.py FOLDER`, which simulates it. The server writes to FOLDER/updates, and leaves out the updates
-from which a private image was reconstructed. The exit status is 3 then.
+from which a private image was reconstructed. The exit status is 3 then. With the file pyproject.toml in this folder,
+the server and each client are processes of Flower instead; FOLDER is then an environment variable of the server.
 """
 
 import os
@@ -22,7 +23,8 @@ from privlab.flower import AuditingStrategy
 
 PHOTOGRAPHS = (skimage.data.astronaut, skimage.data.coffee)
 
-client, server = ClientApp(), ServerApp()
+client = ClientApp()
+server = ServerApp()
 
 
 def model() -> torch.nn.Module:
