@@ -57,12 +57,20 @@ FIGURES = (
     Drawn("filters", "filter", ("`patch-gradient`", "`patch-update`")),
     Drawn("identity", "entry", ("500",), labels=2, axis="recognised among 500, %"),
     Drawn("partial_training", "trained, side", ("PSNR", "one colour, PSNR"), labels=2),
-    Drawn("published", "deviation of", ("`least-squares`", "`depth-optimisation`", "`map-inversion`", "`plug-and-play`")),
+    Drawn(
+        "published",
+        "deviation of",
+        ("`least-squares`", "`depth-optimisation`", "`map-inversion`", "`plug-and-play`"),
+    ),
     Drawn("rounds", "images, side", ("PSNR, mean and 95 % interval",)),
     Drawn(
         "speed",
         "images per second, if",
-        ("ViT-B, 224 pixels, batches of 128", "DeiT-S, 224 pixels, batches of 256", "ViT-Ti, 160 pixels, batches of 32"),
+        (
+            "ViT-B, 224 pixels, batches of 128",
+            "DeiT-S, 224 pixels, batches of 256",
+            "ViT-Ti, 160 pixels, batches of 32",
+        ),
         axis="images per second",
         log=True,
         without="steps per second",

@@ -123,7 +123,7 @@ def _batch(
         data = data_of(images, labels, numbers=numbers)
         return batch_of(open_images(data, labels=labels) if isinstance(labels, str) else data, victim.preprocessing)
     x = images_for(model_of(victim), images, what)
-    hashes = [hashlib.sha256(np.ascontiguousarray(image)).hexdigest() for image in x.cpu().numpy()]
+    hashes = [hashlib.sha256(image.tobytes()).hexdigest() for image in x.cpu().numpy()]
     named = [NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes)]
     if labels is not None and not isinstance(labels, str):
         targets = checked_targets(labels, len(named), numbers=numbers)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from privlab.base import PrivlabError, warn
+from privlab.base import PrivlabError, one_line, warn
 from privlab.benchmark.cards import Card
 from privlab.benchmark.form import Judged, Worst
 from privlab.benchmark.results import Result, defense_entries, of_package
@@ -22,7 +22,6 @@ from privlab.benchmark.tracks import BUNDLED, Track, photographs
 from privlab.benchmark.weights import known_by as known_by_keys
 from privlab.defenses import DEFENSES
 from privlab.evaluation import CONTROL
-from privlab.images import one_line
 from privlab.metrics import DECIBELS, EXACT_DB
 from privlab.report.tables import Facts, red_flags, sign_of
 from privlab.report.tables.case_verdicts import WORDS, verdicts_of

@@ -164,7 +164,7 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure:
 
 
 def _print_results(
-    run: "Run", format_: str | None, floated: dict[str, bool], all_attacks: bool, other: "Results | None"
+    run: "Run", format_: str | None, floated: dict[str, Any], all_attacks: bool, other: "Results | None"
 ) -> int:
     from privlab.report.tables.compare import compare as against
 

@@ -215,7 +215,8 @@ def _papers_attack(results: "Results", case: int) -> str | None:
     """
     attack = results.layout.paper_attack
     defense = str(results.cases[case].options.get("defense", "none"))
-    if "specification" in results.facts and not PAPERS_ATTACKS.get(attack or "", {defense}) & {*defense.split("+")}:
+    reported = PAPERS_ATTACKS.get(attack or "", {defense})
+    if "specification" in results.facts and not {*reported} & {*defense.split("+")}:
         return None
     return attack
 
