@@ -182,10 +182,17 @@ def _attacked(facts: Mapping[str, Any], words: Words) -> list[tuple[str, str]]:
         ("parameters released", str(released.get("gradients", ""))),
         ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
         ("client, as stated", "; ".join([words.client, *stated]) if words.client is not None else ""),
-        ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
+        ("client, as fitted", "; ".join(_fitted(name, value) for name, value in fitted.items())),
         ("defense", facts["cases"][0]["options"]["defense"]),
     ]
     return [row for row in rows if row[1]]
+
+
+def _fitted(name: str, value: Any) -> str:  # noqa: ANN401
+    """Return a fitted setting in words; a label is fitted as the share of each class."""
+    if not isinstance(value, Mapping):
+        return f"{name}={value}"
+    return f"{name}: " + (", ".join(f"{share:.2f} of class {c}" for c, share in value.items()) or "none of the classes")
 
 
 def _came_back(results: Results, rows: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
