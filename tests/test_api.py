@@ -19,6 +19,7 @@ import privlab
 from privlab.attacks import LeastSquares, MjpFull, PatchGradient, PatchUpdate
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import GradientNoise, Mjp, RowPermutation
+from privlab.evaluation import CONTROLS
 from privlab.images import to_pil
 from privlab.threat.effects import Effects
 
@@ -497,3 +498,15 @@ def test_an_audit_says_whether_it_leaks_and_takes_checkpoints(photos: Tensor) ->
         before, vit, model="cifar_vit", client=privlab.Client(lr=0.01, steps=1), normalisation="none"
     )
     assert (audit.leaks, audit.verdict) == (True, "leaks: yes, a private image was reconstructed")
+
+
+def test_public_images_may_be_a_tensor(photos: Tensor, photographs: Any) -> None:
+    """The control is their mean, and one line says what is wrong with others."""
+    arguments: dict[str, Any] = {"attacks": "patch-gradient", "metrics": "psnr", "settings": "a", "progress": False}
+    public = photographs(9, 32)[3:]
+    run = privlab.attack("cifar_vit", photos[:1], [3], public=public, **arguments)
+    mean = public.mean(0, keepdim=True)
+    control = run.records[run.records.attack == CONTROLS[0]].psnr.iloc[0]
+    assert control == pytest.approx(float(-10 * (mean - photos[:1]).square().mean().log10()), abs=0.05)
+    with pytest.raises(PrivlabError, match="b × c × h × w"):
+        privlab.attack("cifar_vit", photos[:1], [3], public=public[0], **arguments)

@@ -43,7 +43,8 @@ def audit_update(
             are replaced by `before`.
         client: how the client trained; what is not stated is fitted to the update where that can be.
         attacks: the attacks; by default all that can run.
-        reference: the file of the private image, by which reconstructions are scored.
+        reference: the file of the private image, by which reconstructions are scored; or a volume or a folder, whose
+            images are matched with the reconstructions.
         out: the directory of the run; None keeps it as long as the result is used.
         options: normalisation, defense, device, overwrite, metrics, seed.
 

@@ -166,6 +166,8 @@ def _specified(arguments: dict[str, Any]) -> Case:
     for old, new in (("attack", "attacks"), ("setting", "settings")):
         if old in arguments:
             raise unknown_name("option", old, [new])
+    if not is_named(arguments.get("public", "samples")):
+        arguments = arguments | {"public": data_of(arguments["public"])}
     named = {"setting": arguments.pop("settings", None), "attack": arguments.pop("attacks", None)}
     return specify(arguments.pop("victim"), **named, **arguments)
 

@@ -125,7 +125,7 @@ eight_bit = _flag("--eight-bit", "Round reconstructions to 8 bits before they ar
 geometry = _option(
     "--geometry", names.GEOMETRY, "Layout that is shown: in_place, oracle or reassembled.", default="in_place"
 )
-reference = _option("--reference", PATH, "The private image, to score reconstructions by.", metavar="IMAGE")
+reference = _option("--reference", PATH, "The private image or volume, to score reconstructions by.", metavar="IMAGE")
 
 # Output
 out = _option("--out", PATH, "Directory of the run.  [default: a new one in runs]")

@@ -160,7 +160,7 @@ def _attacked(facts: Mapping[str, Any], case: Case) -> list[tuple[str, str]]:
         ("parameters released", str(released.get("gradients", ""))),
         ("parameters that did not move", first(released.get("without_gradient") or (), 3)),
         ("client, as stated", "; ".join([case.words.client, *stated]) if case.words.client is not None else ""),
-        ("client, as fitted", "; ".join(f"{name}={value}" for name, value in fitted.items())),
+        ("client, as fitted", "; ".join(_fitted(name, value) for name, value in fitted.items())),
         ("defense", facts["cases"][0]["options"]["defense"]),
     ]
     return [row for row in rows if row[1]]
@@ -228,6 +228,13 @@ def _what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
         return f"{'stored images: they lie' if several else 'a stored image: it lies'} on grey levels"
     image = "the private image: it gives" if as_stored else "what was fed: it gives"
     return f"{'the private images: together they give' if several else image} the released {what}"
+
+
+def _fitted(name: str, value: Any) -> str:  # noqa: ANN401
+    """Return a fitted setting in words; a label is fitted as the share of each class."""
+    if not isinstance(value, Mapping):
+        return f"{name}={value}"
+    return f"{name}: " + (", ".join(f"{share:.2f} of class {c}" for c, share in value.items()) or "none of the classes")
 
 
 def _not_tried(case: Case, tried: Sequence[str], facts: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -49,7 +49,8 @@ def audit_gradients(
     """Run every attack that the file grants; write its records and reconstructions as soon as it is finished.
 
     An image that is not known is named by the file and its number, and its records have no scores. The private image
-    is the first of the images of the step; the reconstruction nearest to it is the one that is scored.
+    is the first of the images of the step; the reconstruction nearest to it is the one that is scored. The slices of a
+    volume are the first ones, each with the reconstruction that is matched with it.
 
     `spec` names one victim, which is the client's model with the weights of that step, and the defense that the client
     is known to use: "auto" is MJP where the model has E_unk, else none. `block` "auto" is the stock block: a client
@@ -63,10 +64,10 @@ def audit_gradients(
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
         overwrite: whether an earlier run in `out` is replaced.
-        reference: the private image, by which reconstructions are scored. It is preprocessed as the victim's inputs
-            are; if that does not give the released gradient and one of the usual ways does, it is preprocessed in that
-            way. Without a reference, a reconstruction is checked by the gradient that it gives, and image priors learn
-            from all bundled photographs, as it cannot be known whether one of them is private.
+        reference: the private image, or a volume of them, by which reconstructions are scored. It is preprocessed as
+            the victim's inputs are; if that does not give the released gradient and one of the usual ways does, one
+            image is preprocessed in that way. Without a reference, a reconstruction is checked by the gradient that it
+            gives, and image priors learn from all bundled photographs, as it cannot be known whether one is private.
         command: the command line, for `run.json`.
 
     Raises:
@@ -83,7 +84,11 @@ def audit_gradients(
             attacks, refused = _attacks(audited)
         if (reason := _nothing_left(audited, attacks)) is not None:
             attacks, refused = [], refused | {attack.name: reason for attack in attacks}
-        scorer = None if reference is None else ReferenceScorer.of(reference, audited.spec, audited.base)
+        scorer = (
+            None
+            if reference is None
+            else ReferenceScorer.of(reference, audited.spec, audited.base, audited.file.batch_size)
+        )
     names, files = (("before", "after"), file) if isinstance(file, tuple) else (("file",), (file,))
     content = {name: read_bytes(file_of(path), "release", _MOST_BYTES) for name, path in zip(names, files, strict=True)}
     images = unknown_images(audited.source, b"".join(content.values()), audited.file.batch_size)
@@ -91,7 +96,8 @@ def audit_gradients(
         images = tuple(replace(image, label=audited.labels[0], label_origin="released") for image in images)
     by: dict[str, Any] = {}
     if scorer is not None:
-        images = (replace(images[0], name=scorer.named.name, sha256=scorer.named.sha256), *images[1:])
+        known = [replace(image, name=o.name, sha256=o.sha256) for image, o in zip(images, scorer.named, strict=False)]
+        images = (*known, *images[len(known) :])
         seen = replace(audited.seen, photographs=scorer.photographs(audited.base.preprocessing))
         audited = replace(audited, seen=seen)
         by = {"public": scorer.public_sha256, "metrics": scorer.metrics, "missing": scorer.missing}
@@ -245,7 +251,8 @@ def _attack(
         row["fitted"] = dict(audited.fitted)
     order = list(range(len(images)))
     if scorer is not None:
-        order.insert(0, order.pop(scorer.nearest(images)))
+        places = scorer.places(images)
+        order = places + [i for i in order if i not in places]
     row["files"] = [f"pictures/{re.sub(r'[^A-Za-z0-9_.-]+', '-', attack.name)}-{i}.png" for i in range(len(images))]
     for image, i in zip(release, order, strict=False):  # an attack for one image may be forced on several
         run.write_file(row["files"][i], sheet_png(images[i : i + 1], [image.sha256], records[0]["cell"]))

@@ -132,6 +132,11 @@ def _of_update(before: Path, after: Path, spec: Case, device: torch.device, own:
         )
     else:
         check_order(seen, source)
+    if not isinstance(client.loss, str) and client.total_steps > 1:
+        warn(
+            f"{source}: after {client.total_steps} steps of client.loss={client.loss_name}, a function, no certificate "
+            "by the update holds, since nothing shows its targets, on which each step depends. After one step one does."
+        )
     found = labels_of_update(seen)
     audited = replace(audited, told=found if found.labels else None)
     alone = client.released_images == 1 and not seen.defense

@@ -1,5 +1,8 @@
 """What medical clients send: a slice of a computed tomography, a radiograph with several labels, bands of a sensor."""
 
+import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,74 @@ def test_a_radiograph_with_several_labels_comes_back(tmp_path: Path) -> None:
     audit = privlab.audit_update(before, after, model=model, client=client, reference=path, **AUDIT)
     assert audit.leaks
     assert audit.records.psnr.max() > 60
+
+
+def audited(update: tuple[Path, Path], *options: str, out: Path) -> str:
+    """Run the two commands of an audit, from the files to the page of evidence, and return that as Markdown."""
+    files = [str(path) for path in update]
+    said = command("audit", "update", *files, "--client", "sgd", *options, "--fail-on-leak", "--out", str(out))
+    assert said.returncode == 3, said.stderr
+    assert "leaks: yes" in said.stdout
+    for name in ("evidence.md", "evidence.html"):
+        said = command("report", str(out), "--out", str(out.parent / name))
+        assert said.returncode == 0, said.stderr
+    return (out.parent / "evidence.md").read_text("utf-8")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run((sys.executable, "-m", "privlab", *words), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_slices_of_a_volume_go_from_dicom_files_to_the_page_of_evidence(
+    tmp_path: Path, shared: Callable[[str], str]
+) -> None:
+    """Three slices in one step, with one prediction by the mean of their features: each is matched and exact."""
+    window: dict[str, Any] = {"WindowCenter": -300, "WindowWidth": 1400}
+    noise = np.random.default_rng(0).normal(0, 70, (3, 64, 64))
+    levels = np.clip(tomography()[4:7] + noise + 1024, 0, 4095).astype("<u2")
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    for number, of_slice in enumerate(levels):
+        dicom(volume / f"{number:03}.dcm", of_slice, RescaleSlope=1, RescaleIntercept=-1024, **window)
+    fed = np.clip((levels.astype(float) - 1024 + 300.5) / 1399 + 0.5, 0, 1)  # PS3.3, C.11.2.1.2
+    images = torch.tensor((fed * 255).round() / 255, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1)
+    weights = shared("weights/vit_tiny_patch16_224.safetensors")
+    model = copy.deepcopy(privlab.victim("vit_ti", weights=weights, img_size=64).model.vit).requires_grad_(True)
+    before, after = updated(
+        model, images, lambda logits: cross_entropy(logits.mean(0, keepdim=True), torch.tensor([2]))
+    )
+    update = privlab.capture_update(before, after, tmp_path / "update")
+    options = ["--model", "vit_ti", "--img-size", "64", "--attack", "token-separation"]
+    for setting in ("lr=0.01", "images=3", "batch_size=3", "fusion=mean"):
+        options += ["--set", f"client.{setting}"]
+    evidence = audited(update, *options, "--reference", str(volume), out=tmp_path / "audit")
+    assert "token-separation" in evidence
+    records = privlab.load(tmp_path / "audit").records.query("attack == 'token-separation'")
+    assert [Path(name).name for name in records.image] == ["000.dcm", "001.dcm", "002.dcm"]
+    assert records.psnr.min() > 60
+    assert (records.explained > 0.9975).all()
+    with pytest.raises(PrivlabError, match="holds 3 images, and the release is of 1"):
+        privlab.audit_update(*update, model="vit_ti", img_size=64, reference=volume, attacks="patch-update")
+
+
+@pytest.mark.slow
+def test_a_radiograph_goes_from_its_dicom_file_to_the_page_of_evidence(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).normal(0, 30, (64, 64))
+    levels = np.clip(tomography().mean(0) * 2 + 2500 + noise, 0, 4095).astype("<u2")
+    path = dicom(tmp_path / "radiograph.dcm", levels, PhotometricInterpretation="MONOCHROME1")
+    model = vit(14, in_chans=1)
+    images = torch.tensor(1 - (levels * (255 / 4095)).round() / 255, dtype=torch.float32)[None, None]
+    target = torch.zeros(1, 14)
+    target[0, [2, 5, 9]] = 1
+    before, after = updated(model, images, lambda logits: binary_cross_entropy_with_logits(logits, target))
+    update = privlab.capture_update(before, after, tmp_path / "update")
+    options = ["--model", "timm:vit_tiny_patch16_224", "--img-size", "64", "--normalisation", "0.5/0.5"]
+    options += ["--set", "client.lr=0.01", "--set", "client.loss=binary", "--attack", "patch-update"]
+    evidence = audited(update, *options, "--reference", str(path), out=tmp_path / "audit")
+    assert "label: 1.00 of class 2, 1.00 of class 5, 1.00 of class 9" in evidence
+    assert "{'2'" not in evidence
+    assert privlab.load(tmp_path / "audit").records.psnr.max() > 60
 
 
 @pytest.mark.slow

@@ -106,3 +106,21 @@ def test_a_loss_that_is_stated_wrongly_hides_nothing_and_names_no_label(photogra
     assert run.leaks
     assert not any("given away" in flag for flag in run.results.facts["flags"])
     assert not any("no image explains" in line for line in said)
+
+
+def test_no_certificate_holds_after_several_steps_of_a_function(photograph: Tensor) -> None:
+    """After one step of the same loss one does."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5)
+    for steps, proven in ((1, True), (3, False)):
+        after = copy.deepcopy(model)
+        optimiser = torch.optim.SGD(after.parameters(), lr=0.05)
+        for _ in range(steps):
+            optimiser.zero_grad()
+            hinge(after((photograph - 0.5) / 0.5), torch.tensor([3])).backward()
+            optimiser.step()
+        stated = Client(loss=hinge, lr=0.05, steps=steps)
+        run = privlab.audit_update(model, after, model=model, client=stated, attacks="patch-update")
+        (row,) = run.results.facts["attacks"]
+        assert (row["proof"] == "update") is proven
+        assert any("no certificate" in message for message in run.results.facts["warnings"]) is not proven
