@@ -1,7 +1,10 @@
 """Mutated files of each kind that privlab reads: each is read, or refused with one line, and nothing else happens."""
 
 import json
+import os
 import random
+import resource
+import tarfile
 import time
 import warnings
 from collections import Counter
@@ -10,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,20 +22,24 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from privlab.base import PrivlabError
+from privlab.benchmark.cards import read_card
+from privlab.benchmark.results import PACKAGE, read_result
 from privlab.evaluation import SCHEMA
 from privlab.grids import read_experiment
+from privlab.images.archives import arrays, tars
 from privlab.images.datasets import parquet
-from privlab.images.decode import read_image
+from privlab.images.decode import Slice, count_slices, read_image
 from privlab.images.manifest import read_manifest
+from privlab.keys import ModelShape, load_key, new_key, save_key
 from privlab.release.gradient_file import read_gradient_file
 from privlab.release.recording import Recorder, read_recording
 from privlab.report.tables.results import load_results
 from privlab.stores import RunDirectory, places_of
 from privlab.victims.weights import read_state
 
-MUTATIONS = 40
+MUTATIONS = int(os.environ.get("PRIVLAB_MUTATIONS", "40"))
 SECONDS, MEBIBYTES = 30.0, 4096
-"""The most that reading one file may take."""
+"""The most that reading one file may take; the memory is the peak of this process."""
 
 TEXTS = ("[" * 3000, "\x00", "1e999", "-1", "9" * 5000, '"\x1b[2J"', "null", "../../..", "=1+1", "\u202e")
 """What is put into texts."""
@@ -67,6 +73,11 @@ def write_run(path: Path) -> Path:
     names = {"cell": "c", "attack": "april", "geometry": "in_place", "status": "ok", "victim": "v", "setting": "a"}
     run.write_records([{**names, "schema": SCHEMA, "image": "x", "image_sha256": "0" * 64, "psnr": 1.0}])
     return path
+
+
+def peak() -> int:
+    """Return the most memory that this process has held, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 Made = tuple[Path, Callable[[Path], object]]
@@ -120,6 +131,60 @@ def picture(form: str) -> Callable[[Path], Made]:
     return make
 
 
+def images_npz(folder: Path) -> Made:
+    np.savez(folder / "a.npz", images=np.zeros((3, 16, 16, 3), np.uint8), labels=np.arange(3))
+    return folder / "a.npz", lambda path: [*arrays(path)]
+
+
+def images_tar(folder: Path) -> Made:
+    picture("png")(folder)
+    (folder / "a.json").write_text('{"label": 3}')
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for name in ("a.png", "a.json"):
+            archive.add(folder / name, name)
+    return folder / "a.tar", lambda path: [*tars({"a.tar": path}, frozenset({".png"}))]
+
+
+def dicom(folder: Path) -> Made:
+    data = pytest.importorskip("pydicom.data")
+    path = data.get_testdata_file("CT_small.dcm", download=False)
+    (folder / "a.dcm").write_bytes(Path(path).read_bytes())
+    return folder / "a.dcm", volume
+
+
+def nifti(folder: Path) -> Made:
+    nibabel = pytest.importorskip("nibabel")
+    voxels = np.random.default_rng(0).integers(0, 255, (16, 16, 4), np.uint8)
+    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), folder / "a.nii.gz")
+    return folder / "a.nii.gz", volume
+
+
+def volume(path: Path) -> None:
+    """Read the slices of a file as `open_images` does, whose errors become problems of images."""
+    try:
+        count = count_slices(path)
+    except Exception as error:
+        raise PrivlabError(" ".join(str(error).split())) from None
+    sources = [path] if count is None else [Slice(path, index) for index in range(min(count, 8))]
+    for problem in [read_image(source, name="a").problem for source in sources]:
+        if problem is not None:
+            raise PrivlabError(problem)
+
+
+def model_key(folder: Path) -> Made:
+    shape = ModelShape(width=16, depth=2, heads=2, head_dim=8, hidden=32)
+    save_key(new_key(shape), shape, folder / "a.key")
+    return folder / "a.key", load_key
+
+
+def copied(path: Path, read: Callable[[Path], object]) -> Callable[[Path], Made]:
+    def make(folder: Path) -> Made:
+        (folder / path.name).write_bytes(path.read_bytes())
+        return folder / path.name, read
+
+    return make
+
+
 def strip(folder: Path) -> Made:
     Image.new("RGB", (40, 40)).save(folder / "a.png")
     return folder / "a.png", places_of
@@ -159,6 +224,13 @@ KINDS: dict[str, Callable[[Path], Made]] = {
     "gradients": tensors("a.safetensors", read_gradient_file),
     "images, Parquet": table,
     **{f"image, {form}": picture(form) for form in ("png", "jpg", "webp", "bmp", "tif")},
+    "images, npz": images_npz,
+    "images, tar": images_tar,
+    "image, DICOM": dicom,
+    "image, NIfTI": nifti,
+    "model key": model_key,
+    "card": copied(PACKAGE / "cards/gradients-quantisation.toml", read_card),
+    "result": copied(PACKAGE / "results/gradients-quantisation.json", read_result),
     "strip": strip,
     "run.json": of_run("run.json"),
     "run.json beside": begun_run,
@@ -177,7 +249,7 @@ def test_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path, capsys: p
         folder.mkdir()
         path, read = make(folder)
         good, rng, ended = path.read_bytes(), random.Random(kind), Counter[str]()
-        slowest, before = 0.0, psutil.Process().memory_info().rss
+        slowest, before = 0.0, peak()
         for number in range(MUTATIONS):
             path.write_bytes(mutated(good, rng))
             began = time.monotonic()
@@ -189,7 +261,7 @@ def test_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path, capsys: p
                 except PrivlabError as error:
                     ended["refused" if "\n" not in str(error) else f"{number}: several lines"] += 1
             slowest = max(slowest, time.monotonic() - began)
-        held = (psutil.Process().memory_info().rss - before) / 2**20
+        held = (peak() - before) / 2**20
         figures[kind] = dict(ended) | {"slowest_seconds": round(slowest, 2), "mebibytes": round(held)}
         assert ended.keys() <= {"read", "refused"}, (kind, ended)
         assert slowest < SECONDS

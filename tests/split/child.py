@@ -18,6 +18,7 @@ from privlab.split.client.data import Batches, Dataset
 from privlab.split.client.job import stack_of
 from privlab.split.client.learner import Learner
 from privlab.split.client.loops import Trainer
+from privlab.split.protocol.checkpoint import read
 from privlab.split.protocol.contract import Contract
 from privlab.split.server.server import Server
 from privlab.split.server.server import serve as run_server
@@ -86,8 +87,8 @@ def serve(out: Path, state: Path, port: int = 0, every: int = 4, **options: obje
     run_server(server, started=lambda s: print(s.address, flush=True))  # noqa: T201
 
 
-def train(out: Path, address: str, folder: Path, stop_at: int, half: str) -> None:
-    """Train, or go on; at step `stop_at` say so on the output and hang before its forward or backward."""
+def train(out: Path, address: str, folder: Path, stop_at: int = 0, half: str = "forward", **options: float) -> None:
+    """Train, or go on from the file in the folder; at step `stop_at` say so and hang before its forward or backward."""
     _redirected(out)
     asked = getattr(Remote, half)
 
@@ -98,7 +99,16 @@ def train(out: Path, address: str, folder: Path, stop_at: int, half: str) -> Non
         return asked(remote, step, tensor)
 
     setattr(Remote, half, hang)
-    Trainer(learner(), Client(address, TOKEN), folder).train(batches(), STEPS)
+    local, file, session = learner(), folder / "client.safetensors", None
+    if file.exists():
+        local.restore(file)
+        session = read(file)[1]["session"]
+    print("started", flush=True)  # noqa: T201
+    Trainer(local, Client(address, TOKEN, **options), folder, session=session).train(
+        batches(),
+        STEPS,
+        lambda done: print("step", flush=True),  # noqa: T201
+    )
 
 
 warnings.simplefilter("ignore")

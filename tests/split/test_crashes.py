@@ -1,6 +1,7 @@
 """Processes are killed in the middle of a step; what comes out is, bit by bit, what an undisturbed run leaves."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -16,11 +17,21 @@ from privlab.split.client.client import Remote
 from privlab.split.protocol.checkpoint import SessionCheckpoints, read
 
 CLIENTS = "client.safetensors"
+KILLS = int(os.environ.get("PRIVLAB_KILLS", "8"))
+"""The number of kills of each side; docs/security.md states those of 50."""
+LONGEST = {"client": 0.3, "server": 0.5}
+"""The longest that a process lives, in seconds. A client that nothing disturbs needs about 0.2, and one that lost its
+server waits for up to a second before it tries again."""
 
 
 def servers_state(state: Path) -> tuple[dict[str, Tensor], int]:
     """Return the last checkpoint of the one session of a server, and how many steps it has."""
     (folder,) = (path for path in state.iterdir() if path.is_dir())
+    return session_state(folder)
+
+
+def session_state(folder: Path) -> tuple[dict[str, Tensor], int]:
+    """Return the last checkpoint of a session, and how many steps it has."""
     stored = SessionCheckpoints(folder)
     return read(stored.path(stored.steps()[0]))[0], stored.steps()[0]
 
@@ -157,6 +168,65 @@ def test_a_client_killed_in_the_middle_of_a_step_and_resumed(
     assert [event["event"] for event in events if event["event"] in ("opened", "resumed")][-1] == (
         "resumed" if step > 4 else "opened"
     )
+
+
+@pytest.mark.slow
+def test_a_client_killed_at_random_moments(
+    spawn: Any, server: Any, client: Any, tiny: Any, same: Any, undisturbed: Any, tmp_path: Path
+) -> None:
+    """The client is killed again and again, and goes on from its file, which is always whole."""
+    moments, done, runs = random.Random(0), 0, 0
+    while done < KILLS:
+        folder, state = tmp_path / f"client-{runs}", tmp_path / f"state-{runs}"
+        folder.mkdir()
+        with server(state=state, checkpoint_every=4) as (running, _):
+            status = None
+            while status != 0:
+                doomed = spawn("train", address=running.address, folder=folder)
+                if done < KILLS:
+                    doomed.line("started")
+                    doomed.process.join(moments.uniform(0, LONGEST["client"]))
+                    doomed.process.kill()
+                status = doomed.wait()
+                assert status in (0, -signal.SIGKILL), doomed.err
+                done += status != 0
+                if (folder / CLIENTS).exists():
+                    assert read(folder / CLIENTS)[0]
+        tensors, facts = read(folder / CLIENTS)
+        assert same(tensors, undisturbed[1])
+        (kept,) = (path for path in state.iterdir() if path.is_dir() and facts["session"].startswith(path.name))
+        assert same(session_state(kept)[0], undisturbed[0])  # killed early, it left other sessions behind
+        runs += 1
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_random_moments(spawn: Any, tiny: Any, same: Any, undisturbed: Any, tmp_path: Path) -> None:
+    """The server is killed again and again while a client trains, which tries again until the next one answers."""
+    moments, done, runs = random.Random(1), 0, 0
+    while done < KILLS:
+        folder, state = tmp_path / f"client-{runs}", tmp_path / f"state-{runs}"
+        folder.mkdir()
+        serving = spawn("serve", state=state)
+        address = serving.line()
+        training = spawn("train", address=address, folder=folder, retry_for=600.0)
+        training.line("step")  # a server that hangs up at the very first attempt is not tried again
+        while training.process.is_alive():
+            training.process.join(moments.uniform(0, LONGEST["server"]))
+            if done < KILLS and training.process.is_alive():
+                assert serving.kill() == -signal.SIGKILL
+                done += 1
+                for session in (path for path in state.iterdir() if path.is_dir()):
+                    stored = SessionCheckpoints(session)
+                    assert all(read(stored.path(step))[0] for step in stored.steps())
+                serving = spawn("serve", state=state, port=int(address.rpartition(":")[2]))
+                serving.line()
+        assert training.wait() == 0, training.err
+        serving.kill()
+        tensors, facts = read(folder / CLIENTS)
+        assert same(tensors, undisturbed[1])
+        (kept,) = (path for path in state.iterdir() if path.is_dir() and facts["session"].startswith(path.name))
+        assert same(session_state(kept)[0], undisturbed[0])  # killed early, it left other sessions behind
+        runs += 1
 
 
 @pytest.mark.slow
