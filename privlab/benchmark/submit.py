@@ -35,7 +35,7 @@ from privlab.benchmark.tracks import BUNDLED
 from privlab.benchmark.tracks import photographs as bundled
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.defenses import DEFENSES
-from privlab.evaluation import Case, public_images, victim_of
+from privlab.evaluation import Case, applicable, public_images, victim_of
 from privlab.grids import IN_PROCESS, Engine
 from privlab.release import observe, observe_updates, predictions, released_parameters, send
 from privlab.report.tables.knowledge import declared_defenses, knows
@@ -117,7 +117,8 @@ def checks_of(card: Card, weights: str, chance: random.Random | None = None) -> 
     """Return the checks of admission of every part of an entry; none of keys, and of an entry that is given as files.
 
     A defense is tried on the track's own victim, whose shapes and gradients it will meet. A plug-in is tried on
-    photographs and draws that are chosen at random, in batches of the track's size.
+    photographs and draws that are chosen at random, in batches of the track's size, and on each model that the attacks
+    see, such as one with the block of April.
 
     Args:
         card: the entry's, whose class is installed.
@@ -138,7 +139,11 @@ def checks_of(card: Card, weights: str, chance: random.Random | None = None) -> 
             own = check_attack(part)
         else:
             model = victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model
-            own = check_defense(part, model, **(_at_random(card, model, chance) if card.plugin else {}))
+            if not card.plugin:
+                own = check_defense(part, model)
+            else:
+                given = _at_random(card, model, chance)
+                own = tuple(each for seen in _models_seen(card, weights) for each in check_defense(part, seen, **given))
         for check in own:
             if not check.passed and check.name in REFUSING:
                 raise PrivlabError(
@@ -147,6 +152,16 @@ def checks_of(card: Card, weights: str, chance: random.Random | None = None) -> 
                 )
         found += own
     return tuple(found)
+
+
+def _models_seen(card: Card, weights: str) -> list[VictimModel]:
+    """Return the models on which a defense of a track releases, one for each set of parameters that are released."""
+    measured, found = Measurement(card, Photographs(weights=weights)), dict[frozenset[str], VictimModel]()
+    for case in card.of.cases:
+        spec = measured.specification(case, "c", card.of.attacks)
+        groups, _ = applicable(spec, victim_of(spec, torch.device("cpu")))
+        found |= {released_parameters(group.victim.model): group.victim.model for group in groups}
+    return [*found.values()]
 
 
 def _at_random(card: Card, model: VictimModel, chance: random.Random | None) -> dict[str, Any]:

@@ -102,7 +102,10 @@ class Claims:
 
     @property
     def labels(self) -> Int[Tensor, " b"]:
-        """Return the classes of the clients' images."""
+        """Return the classes of the clients' images; for a plug-in those that the victim predicts."""
+        if isinstance(self.defense, StandIn):
+            with torch.no_grad():
+                return self.model(self.clients()).argmax(1)
         return torch.arange(len(self.images) - 1) % self.model.vit.num_classes
 
     def clients(self, *, neighbour: bool = False) -> Float[Tensor, "b c h w"]:

@@ -1,6 +1,8 @@
 """Tricks of an entry do not raise its score: truth, metrics and other calls are out of its reach."""
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,11 +13,17 @@ import pytest
 import torch
 
 from privlab.base import PrivlabError
+from privlab.benchmark import read_card
+from privlab.benchmark.cards import write_template
+from privlab.benchmark.measure import Measurement, Photographs
+from privlab.benchmark.plugins import installed, source_of_plugin
+from privlab.benchmark.submit import checks_of, worth_of
 from privlab.evaluation import attack_batch
 from privlab.metrics import psnr
 from privlab.testing import plugin_process
 from privlab.testing.confined import has_seccomp, landlock_version
 from privlab.testing.defenses import small_victim
+from privlab.testing.plugin_child import Seeds
 from privlab.testing.plugin_process import Limits, Plugin
 from privlab.threat import Observation
 
@@ -188,3 +196,77 @@ def test_an_answer_in_another_form_is_refused(plugin: Plugin, monkeypatch: pytes
     with pytest.raises(PrivlabError):
         plugin.ask("describe")
     plugin.close()
+
+
+def test_every_call_of_a_measured_run_is_one_that_admission_makes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_template("defense", tmp_path)
+    card = read_card(tmp_path / "my_defense.toml")
+    ask, calls = Plugin.ask, list[tuple[Any, ...]]()
+
+    def recorded(self: Plugin, *call: Any) -> Any:
+        what, *given = call
+        calls.append((what, *map(_form, given[2:])))
+        return ask(self, *call)
+
+    monkeypatch.setattr(Plugin, "ask", recorded)
+    with installed(card, source_of_plugin(card)):
+        checks_of(card, "auto")
+        admitted, measuring = {*calls}, len(calls)
+        own = Measurement(card, Photographs())
+        for case, setting in own.cases():
+            own.again(case, setting, 0)
+        worth_of(card, Photographs())
+    measured = {*calls[measuring:]}
+    assert {what for what, *_ in measured} == {"make", "release", "variance"}
+    assert measured <= admitted
+
+
+def _form(value: Any) -> Any:
+    """Return all of an argument but the values of its tensors and its seeds."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape  # the pipe makes it contiguous
+    if isinstance(value, Seeds):
+        return len(value.images), value.shared is None
+    if isinstance(value, dict):
+        return tuple((name, _form(each)) for name, each in value.items())
+    return value
+
+
+def test_the_number_of_a_call_and_what_is_around_it_are_always_the_same(kinds: dict[str, Any]) -> None:
+    seen = [kinds["Watches"]().remark() for _ in range(3)]
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0]["numbers"] == (0, 0)
+
+
+@pytest.mark.parametrize("offered", ["Landlock", "seccomp"])
+def test_either_alone_takes_what_it_can(offered: str, tmp_path: Path) -> None:
+    if not (landlock_version() and has_seccomp()):
+        pytest.skip("the kernel offers only one of them")
+    (tmp_path / "secret").write_text("secret")
+    code = f"""
+import os, socket, sys
+from privlab.testing import confined
+confined.landlock_version = lambda: {landlock_version() if offered == "Landlock" else 0}
+confined.has_seccomp = lambda: {offered == "seccomp"}
+confined.confine(())
+def does(action):
+    try:
+        action()
+        return "1"
+    except OSError:
+        return "0"
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+folder = {str(tmp_path)!r}
+print(does(lambda: open(folder + "/secret").close()), does(lambda: open(folder + "/new", "w").close()),
+    does(lambda: os.kill(os.getppid(), 0)), does(lambda: socket.create_connection(("127.0.0.1", 9), 1)), does(fork))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    reads, writes, reaches, connects, forks = ran.stdout.split()
+    assert (writes, connects) == ("0", "0")
+    assert (reads, forks) == (("0", "1") if offered == "Landlock" else ("1", "0"))
+    assert reaches == ("0" if offered == "seccomp" or landlock_version() >= 6 else "1")
+    assert not (tmp_path / "new").exists()
