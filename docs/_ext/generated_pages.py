@@ -83,7 +83,7 @@ def markdown(page: Explanation) -> str:
 
 
 def strip(page: Explanation) -> list[str]:
-    """Return the figure of a page's example, which `privlab.experiments.figures.strips` drew, or why there is none."""
+    """Return the figure of a page's example, which `strips.py` drew, or why there is none."""
     if page.name not in CAPTIONS:
         return []
     shown = CAPTIONS[page.name]
@@ -138,8 +138,7 @@ def benchmark() -> Iterator[tuple[str, str]]:
         "benchmark/index.md",
         "---\nhide-toc: true\n---\n# Benchmark\n\nDefenses of Vision Transformers, ranked by what survives each attack "
         "that entered; less is better. A click on a line opens its details, and one on the head of a column sorts by "
-        "it. {doc}`/how-to/benchmark` says how to enter and what each column means, {doc}`/studies/benchmark` what the "
-        "scores show and what they do not, and {doc}`/studies/decibels` what a score looks like.\n\n```{raw} html\n"
+        "it.\n\n- {doc}`/how-to/benchmark`\n- {doc}`/studies/benchmark`\n- {doc}`/studies/decibels`\n\n```{raw} html\n"
         f"{table}\n```\n\n## Feeds\n\nThe rows as JSON, and each entry as a record of Every Eval Ever: {links}.\n",
     )
     yield from ((f"benchmark/{name}", text) for name, text in files.items())

@@ -157,7 +157,7 @@ def _points(rows: Sequence[Standing], low: float, high: float, height: int) -> l
             points.append(place | {"name": row.name, "dominated": row.dominated})
     for left in (True, False):
         side = sorted((point for point in points if point["left"] == left), key=lambda point: point["y"])
-        for point, label in zip(side, _spread([point["y"] for point in side], height + _TOP - 10), strict=True):
+        for point, label in zip(side, _spread([point["y"] for point in side], height + _TOP - 10.0), strict=True):
             point["label"] = label
     return points
 

@@ -348,21 +348,22 @@ def test_names_of_a_trade_off_do_not_cover_each_other(wanted: list[float], more:
 
 
 def test_a_name_with_room_is_next_to_its_point() -> None:
-    assert _spread([40, 41, 100], 200) == [40, 40 + _LINE, 100]
+    assert _spread([40.0, 41.0, 100.0], 200.0) == [40, 40 + _LINE, 100]
 
 
 @pytest.mark.slow
 def test_the_page_needs_nothing_else_and_holds_every_row(tmp_path: Path, high: np.ndarray) -> None:
-    mine = result(tmp_path, "<one>", records(high.tolist(), [5.0] * 64))
+    card = CARD.format(kind="defense", name="one").replace('paper = "', 'paper = "<b> & ')
+    mine = result(tmp_path, "one", records(high.tolist(), [5.0] * 64), card=card)
     paths = write_site([mine], tmp_path / "site")
     page = (tmp_path / "site/index.html").read_text()
-    assert "&lt;one&gt;" in page
-    assert "<one>" not in page
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "&lt;b&gt; &amp; " in page
+    assert "<b> &" not in page
+    assert "://" not in page
     assert "privlab benchmark verify" in page
     assert page.count("<style>") == page.count("<script>") == 1  # what its content security policy allows
     assert " style=" not in page
-    assert json.loads((tmp_path / "site/feed.json").read_text())["entries"][0]["name"] == "<one>"
+    assert json.loads((tmp_path / "site/feed.json").read_text())["entries"][0]["name"] == "one"
     assert len(paths) == 3
     assert site_files([mine]) == site_files([mine])
 

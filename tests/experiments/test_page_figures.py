@@ -5,13 +5,14 @@ import json
 import pytest
 from PIL import Image
 
-from privlab.experiments.figures.strips import CAPTIONS, FOLDER
 from privlab.experiments.figures.tables import FIGURES, NOTES, PAGES, Drawn, _table, _values
 from privlab.inventory.explain import known
 
+FOLDER = NOTES / "strips"
+
 
 def test_each_strip_has_a_caption_and_three_panels() -> None:
-    captions = json.loads(CAPTIONS.read_text("utf-8"))
+    captions = json.loads((FOLDER / "captions.json").read_text("utf-8"))
     shown = {name.replace(":", "-") for name, caption in captions.items() if "missing" not in caption}
     assert {path.stem for path in FOLDER.glob("*.png")} == shown
     assert captions.keys() <= {name for name, kind in known().items() if kind in ("attack", "defense")}

@@ -1,6 +1,6 @@
 """The strip on the page of each attack and defense: the private image, what was fed or released, a reconstruction.
 
-`python -m privlab.experiments.figures.strips RUNS` runs the example of each page into a folder of RUNS, and goes on
+`python docs/_ext/strips.py RUNS` runs the example of each page into a folder of RUNS, and goes on
 where it was stopped. An example that takes longer than the limit has no strip, and its page says so.
 """
 
@@ -34,7 +34,7 @@ from privlab.report.tables.per_image import attack_label
 from privlab.stores import places_of
 from privlab.threat import FeatureObservation
 
-FOLDER = Path(__file__).parents[1] / "notes" / "strips"
+FOLDER = Path(__file__).parents[2] / "experiments" / "notes" / "strips"
 CAPTIONS = FOLDER / "captions.json"
 PHOTOGRAPH = "samples/chelsea-0"
 """The photograph that is shown where the example attacks it."""
