@@ -23,7 +23,7 @@ from privlab.report.tables import (
 from privlab.report.tables.case_verdicts import CaseVerdict
 from privlab.report.tables.cells import decimals, some, unit_of
 from privlab.report.tables.per_image import sign_of
-from privlab.report.tables.rows import NO_SCORE
+from privlab.report.tables.rows import NO_SCORE, Kind
 
 _LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
 """The start and the end of the scale in a plot of 200 units, and the place of infinite values."""
@@ -111,7 +111,8 @@ def opening_pictures(results: Results, case: int, held: Mapping[str, Album]) -> 
         held: the pictures of each image, by its hash.
     """
     lead, titles = results.lead, {"private": "the private image", "fed": "what the client fed"}
-    for kind, title in (("paper", "the paper's attack"), ("single", "the best attack")):
+    kinds: dict[Kind, str] = {"paper": "the paper's attack", "single": "the best attack"}
+    for kind, title in kinds.items():
         if (row := results.row(case, kind)) is not None:
             name = row.attack if kind == "paper" else "".join(row.leakiest.get(lead, ()))
             titles[name or ""] = f"{title}, {name}"
