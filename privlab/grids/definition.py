@@ -3,7 +3,7 @@
 import csv
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def name_lpips(experiment: Experiment, begun: Mapping[str, Any]) -> tuple[Experi
     return replace(experiment, cases=cases, layout=layout, figures=figures), warning
 
 
-PAPERS_ATTACKS: Mapping[str, Collection[str]] = {
+PAPERS_ATTACKS: Mapping[str, set[str]] = {
     "april": {"none", "mjp"},
     "inversion-mae": {"none", "row-permutation", "column-permutation"},
 }

@@ -191,6 +191,15 @@ def test_the_page_holds_what_was_attacked(run: Path, photos: Path, tmp_path: Pat
                 assert (np.asarray(shown) == pixels(results.picture(int(case), sha, what))).all()
 
 
+def test_the_page_opens_on_the_defended_case_and_hides_folders(run: Path, tmp_path: Path) -> None:
+    html = write_page(load_results(run), tmp_path / "page.html").read_text("utf-8")
+    assert 'data-opens="1"' in html  # setting c
+    assert re.search(r"Can someone rebuild the private images\? [^<]*setting c", html)
+    assert html.index("Can someone") < html.index("the private image<") < html.index("case-verdicts")
+    assert str(run.parent) not in html
+    assert run.name in html
+
+
 def test_a_contact_sheet_shows_strips(run: Path) -> None:
     results = load_results(run)
     drawn = draw(results, Figure("sheet", "sheet", "psnr")).axes[0].get_images()

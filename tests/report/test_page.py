@@ -112,7 +112,7 @@ def test_nothing_is_asked_of_a_network(page: Callable[[Results], _Read], page_re
         for key, value in attributes.items()
         if key in ("src", "href", "srcset", "action", "poster", "data", "xlink:href", "style", "background")
     ]
-    assert all(address.startswith("#") or address == "data:," for address in addresses)
+    assert all(address.startswith(("#", "data:")) for address in addresses)
     code = [text for attributes, text in read.scripts if attributes.get("type") != "application/json"]
     assert len(code) == 1
     for text in (*code, *read.styles):

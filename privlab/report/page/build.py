@@ -4,9 +4,10 @@ import base64
 import hashlib
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from privlab.evaluation import CONTROL
 from privlab.images import data_uri
 from privlab.report.evidence import evidence_of, pictures_of
 from privlab.report.page.data import images_of, page_data, sets_of
-from privlab.report.page.overview import flags, lead_text, verdict
+from privlab.report.page.overview import answer, flags, lead_text, opening_case, opening_pictures, verdict
 from privlab.report.page.pictures import Album, albums
 from privlab.report.tables import Facts, Results, apart, apart_lines, case_names, figure_text, scope
 from privlab.report.tables.case_verdicts import verdicts_of
@@ -55,42 +56,53 @@ def _context(results: Results) -> dict[str, Any]:
     css, js = _part("page.css"), _part("page.js")
     is_scored = "unscored" not in results.facts  # an audit without a reference has the verdict of its evidence alone
     command = results.facts.get("command") or ""
+    command = command if isinstance(command, str) else shlex.join(command)
+    found = Facts.of(results)
+    verdicts = verdicts_of(found) if is_scored else []
+    opens = opening_case(found, verdicts) if verdicts else 0
+    evidence = [replace(part, lines=_shorten(part.lines), rows=_shorten(part.rows)) for part in evidence_of(results)]
+    leads = bool(verdicts) and not evidence  # an audit leads with its evidence
     return {
         "title": results.title,
         "source": results.source,
-        "path": shlex.quote(str(results.path)),
+        "path": shlex.quote(_shorten(str(results.path))),
+        "answer": answer(verdicts[opens]) if leads else "",
+        "opens": opens,
         "version": privlab.__version__,
         "css": Markup(css),
         "js": Markup(js),
         "hashes": {"css": _digest(css), "js": _digest(js)},
         "counts": _counts(results),
-        "evidence": evidence_of(results),
+        "evidence": evidence,
         "reconstructions": _reconstructions(results),
         "paper_attack": results.layout.paper_attack,
         "interval": f"{results.layout.interval:.0%}",
-        "lead": [*(lead_text(results) if is_scored else []), scope(results.records)],
-        "case_verdicts": verdicts_of(Facts.of(results)) if is_scored else [],
+        "lead": lead_text(results) if is_scored else [],
+        "scope": scope(results.records),
+        "case_verdicts": verdicts,
         "lead_metric": results.lead,
         "members": apart_lines(apart(results)),
         "flags": flags(results),
         "verdicts": [verdict(results, name) for name in results.layout.columns if sign_of(name) and is_scored],
-        "tables": _tables(results),
+        "tables": [(name, [(key, _shorten(value)) for key, value in rows]) for name, rows in _tables(results)],
         "facts": json.dumps(_shorten(results.facts), indent=2, ensure_ascii=False, default=str),
-        "command": command if isinstance(command, str) else shlex.join(command),
-    } | _script_data(results)
+        "command": _shorten(command),
+    } | _script_data(results, opens if leads else None)
 
 
-def _script_data(results: Results) -> dict[str, Any]:
-    """Return the data of the script, the albums, and how many images the page shows."""
+def _script_data(results: Results, opens: int | None) -> dict[str, Any]:
+    """Return the data of the script, the albums, how many images the page shows, and those of the case it opens on."""
     if results.records.empty:
-        return {"data": "", "albums": {}}
+        return {"data": "", "albums": {}, "opening": []}
     images = images_of(results.records)
     sets = sets_of(results, images)
     held = albums(results, images, sets)
+    by_sha256 = {sha256: held[n] for sha256, n in zip(images.image_sha256, images.number, strict=True) if n in held}
     fed = any(what.endswith("/fed") for album in held.values() for what in album.of)
     kept = "pictures" if any((results.path / "pictures").glob("*/")) else "strips"
     return {
         "data": _script(page_data(results, images, sets, fed=fed, kept=kept)),
+        "opening": [] if opens is None else opening_pictures(results, opens, by_sha256),
         "albums": {number: _script(asdict(album)) for number, album in held.items()},
         "pictures": _pictures(held, len(images), kept),
     }
@@ -162,8 +174,13 @@ def _tables(results: Results) -> list[tuple[str, list[tuple[str, object]]]]:
     ]
 
 
-def _shorten(facts: object) -> object:
-    """Return the facts with long lists cut; the hashes of the images would otherwise hide everything else."""
+def _shorten(facts: Any) -> Any:  # noqa: ANN401
+    """Return the facts with long lists cut and without the folders of this machine, which a reader need not know.
+
+    The hashes of the images would otherwise hide everything else.
+    """
+    if isinstance(facts, str):
+        return _FOLDERS.sub("…/", facts)
     if isinstance(facts, Mapping):
         return {str(name): _shorten(value) for name, value in facts.items()}
     if isinstance(facts, list | tuple):
@@ -171,6 +188,9 @@ def _shorten(facts: object) -> object:
         return [_shorten(value) for value in facts[:_MOST_VALUES]] + rest
     return facts
 
+
+_FOLDERS = re.compile(r"(?<![\w.:/…-])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\'\":,]+[/\\])+(?=[^\s/\\])")
+"""The folders of an absolute path, up to its last part."""
 
 _MOST_VALUES = 20
 """The most values of a column that the page lists, and the most reconstructions next to the evidence of an audit."""

@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from privlab.grids import KNOWN
+from privlab.report.page.pictures import Album
 from privlab.report.tables import (
     Facts,
     Flag,
@@ -18,9 +20,10 @@ from privlab.report.tables import (
     metric_title,
     red_flags,
 )
-from privlab.report.tables.cells import decimals, some
+from privlab.report.tables.case_verdicts import CaseVerdict
+from privlab.report.tables.cells import decimals, some, unit_of
 from privlab.report.tables.per_image import sign_of
-from privlab.report.tables.rows import NO_SCORE
+from privlab.report.tables.rows import NO_SCORE, Kind
 
 _LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
 """The start and the end of the scale in a plot of 200 units, and the place of infinite values."""
@@ -83,6 +86,50 @@ def _place(mean: float, ends: tuple[float, float]) -> float | None:
         return _EXACT
     share = (mean - ends[0]) / (ends[1] - ends[0]) if ends[0] != ends[1] else 0.5
     return round(_LEFT + share * (_RIGHT - _LEFT), 1)
+
+
+def opening_case(facts: Facts, verdicts: Sequence[CaseVerdict]) -> int:
+    """Return the case that the page opens on: a defended one, if possible one that leaks."""
+    cases = range(len(verdicts))
+    return min(cases, key=lambda case: (not facts.defenses.get(case), verdicts[case].word not in ("broken", "leaks")))
+
+
+def answer(verdict: CaseVerdict) -> str:
+    """Return the answer to "Can someone rebuild the private images?" in one sentence, from the verdict on a case."""
+    word = {"broken": "Yes", "leaks": "Yes", "holds": "Not by the attacks that were run"}.get(verdict.word)
+    return f"{word or 'This run does not show it'}. {verdict.label}: {verdict}."
+
+
+def opening_pictures(results: Results, case: int, held: Mapping[str, Album]) -> list[tuple[str, str]]:
+    """Return images of one private image of a case, with captions: itself, what was fed, and what attacks made of it.
+
+    The attacks are the paper's and the best single one; the image is the first of which the best one was kept.
+
+    Args:
+        results: the results.
+        case: the number of the case.
+        held: the pictures of each image, by its hash.
+    """
+    lead, titles = results.lead, {"private": "the private image", "fed": "what the client fed"}
+    kinds: dict[Kind, str] = {"paper": "the paper's attack", "single": "the best attack"}
+    for kind, title in kinds.items():
+        if (row := results.row(case, kind)) is not None:
+            name = row.attack if kind == "paper" else "".join(row.leakiest.get(lead, ()))
+            titles[name or ""] = f"{title}, {name}"
+    best, rows = [*titles][-1], results.records[results.records.case == case]
+    for sha256, album in held.items():
+        at = {what: album.of[key] for what in titles if (key := f"{case}/{what}") in album.of}
+        if not {"private", best} <= at.keys():
+            continue
+        if at.get("fed") == at["private"]:
+            del at["fed"]
+        scores = rows[(rows.image_sha256 == sha256) & (rows.geometry == results.layout.geometry)].groupby("attack")[
+            lead
+        ]
+        means, places = scores.mean().to_dict(), decimals(results.layout, lead)
+        shown = {what: f": {figure_text(means[what], places)} {unit_of(lead)}" for what in at if what in means}
+        return [(titles[what] + shown.get(what, ""), album.full[n] or album.small[n]) for what, n in at.items()]
+    return []
 
 
 def lead_text(results: Results) -> list[str]:

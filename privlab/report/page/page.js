@@ -283,7 +283,7 @@
     options($("i-case"), caseOptions);
     options($("i-metric"), metricOptions);
     $("i-metric").value = seen.metric;
-    seen.case = DATA.sets[0].case;
+    seen.case = Number($("i-case").dataset.opens);
     $("i-case").value = String(seen.case);
     fillAttacks();
     $("i-case").addEventListener("input", () => { seen.case = Number($("i-case").value); fillAttacks(); drawGallery(); });
