@@ -94,7 +94,7 @@ class ReferenceScorer:
         """
         places = self.places(images)
         scores = score_images(images[places], self.images[: len(places)], self.metrics, self.learned)
-        known = {name: values for name, values in scores.items() if values[0] is not None}
+        known = {name: [x for x in values if x is not None] for name, values in scores.items() if values[0] is not None}
         means: Row = {name: sum(values) / len(places) for name, values in known.items()}
         if len(self.named) > 1:
             means["slices"] = [{name: values[i] for name, values in known.items()} for i in range(len(places))]
@@ -184,7 +184,7 @@ def as_fed(scorer: ReferenceScorer, audited: Audited, made: Made) -> tuple[Refer
         return scorer, None
     label = audited.labels[0] if audited.target is None else audited.target
     proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row["proof"] == audited.what]
-    effects, pixels = effects_of(seen.model, seen.defense), scorer.named[0].pixels
+    effects, pixels = effects_of(seen.model, seen.defense), next(iter(scorer.named)).pixels
     if (
         not proven
         or len(proven[0][2]) > 1
