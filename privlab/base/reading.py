@@ -79,12 +79,13 @@ def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
         PrivlabError: if it cannot be read, is not a regular file, or is too large.
     """
     with open_file(path, what, most) as file:
+        size = os.fstat(file.fileno()).st_size
         try:
-            data = file.read(most + 1)
+            data = file.read(size + 1)  # `most + 1` would reserve as much memory, whatever the file has
         except OSError as error:
             raise _unreadable(path, what, error) from None
-    if len(data) > most:  # it grows while it is read
-        raise _unreadable(path, what, f"it has more than {most / 2**20:.0f} MiB")
+    if len(data) > size:
+        raise _unreadable(path, what, "it grows while it is read")
     return data
 
 
