@@ -80,12 +80,10 @@ def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
     """
     with open_file(path, what, most) as file:
         try:
-            data = file.read(most + 1)
+            # its size when it was opened, at most `most`: Python reserves as much memory as it is asked to read
+            return file.read(os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise _unreadable(path, what, error) from None
-    if len(data) > most:  # it grows while it is read
-        raise _unreadable(path, what, f"it has more than {most / 2**20:.0f} MiB")
-    return data
 
 
 def read_text(path: Path, what: str) -> str:

@@ -112,7 +112,7 @@ def run_client(
 
 
 def update_on(
-    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"]
+    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "z y"]
 ) -> dict[str, Float[Tensor, "..."]]:
     """Return −(θ_T − θ_0) of a client that trains on these images: what reconstructions would make of its settings.
 

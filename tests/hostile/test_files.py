@@ -14,7 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from privlab.base import PrivlabError, parse_json, parse_toml, read_json, read_text, refuse_links, write_whole
+from privlab.base import (
+    PrivlabError,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    read_json,
+    read_text,
+    refuse_links,
+    write_whole,
+)
 from privlab.grids import read_experiment
 from privlab.images.datasets import parquet
 from privlab.images.manifest import read_manifest
@@ -69,6 +78,12 @@ def test_text_that_is_too_large_is_refused(tmp_path: Path) -> None:
         file.truncate(2**26 + 1)
     with pytest.raises(PrivlabError, match="at most"):
         read_text(tmp_path / "card.toml", "card")
+
+
+def test_a_large_limit_reserves_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "release.pth"
+    path.write_bytes(b"weights")
+    assert read_bytes(path, "release", 2**60) == b"weights"
 
 
 def test_a_link_is_never_written_through(tmp_path: Path) -> None:
