@@ -136,10 +136,15 @@ def _that_moved(
     rest = [name for name in every if name not in moved]
     what = f"all but {', '.join(rest)}" if len(rest) <= _FEW else _listed(_set_of(moved, every))
     said = f"{source}: {len(moved)} of {len(every)} parameters moved ({what})"
-    if client.trains == "all":
-        said += ", and the client is taken to have trained these alone."
-    else:
+    head = dict(model.vit.named_parameters()).get("head.weight")
+    if client.trains != "all":
         said += f", which contradicts client.trains={client.trains}. The audit goes on with what moved."
+    elif head is not None and not head.any() and moved <= {"head.weight", "head.bias"}:
+        said += (
+            ": the head's weights were zero before, and then one step gives nothing else a gradient. Later steps do."
+        )
+    else:
+        said += ", and the client is taken to have trained these alone."
     warn(said + _low_rank(model, client, update, moved))
     return found
 
