@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import privlab
 from privlab.attacks import LeastSquares, MjpFull, PatchGradient, PatchUpdate
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.defenses import GradientNoise, Mjp, RowPermutation
+from privlab.defenses import GradientNoise, Jigsaw, Mjp, RowPermutation
 from privlab.evaluation import CONTROLS
 from privlab.images import to_pil
 from privlab.threat.effects import Effects
@@ -345,6 +345,28 @@ def test_a_model_is_observed_as_it_is_attacked(photos: Tensor) -> None:
         assert torch.equal(found.gradients["pos_embed"], wanted.gradients["pos_embed"])
     with pytest.raises(PrivlabError, match="ViT of timm"):
         privlab.observe(torch.nn.Linear(1, 1), photos)
+
+
+@pytest.mark.parametrize(
+    ("name", "defense"),
+    [
+        ("gradient-noise", GradientNoise()),
+        ("mjp+gradient-noise", (Mjp(), GradientNoise())),
+        (["jigsaw", GradientNoise()], (Jigsaw(), GradientNoise())),
+        ("auto", Mjp()),
+        ("none", ()),
+    ],
+)
+def test_a_defense_is_observed_by_its_name(name: Any, defense: Any, photos: Tensor) -> None:
+    wanted, found = (
+        privlab.observe("cifar_vit_mjp27", photos, [3, 7, 1], ["pos_embed"], defense=each) for each in (defense, name)
+    )
+    assert torch.equal(found.gradients["pos_embed"], wanted.gradients["pos_embed"])
+
+
+def test_an_unknown_defense_is_refused_with_the_nearest_names(photos: Tensor) -> None:
+    with pytest.raises(PrivlabError, match="gradient-noise"):
+        privlab.observe("cifar_vit", photos, defense="gradient-nois")
 
 
 def test_gradients_of_images_are_those_that_are_released_and_can_be_followed(photos: Tensor) -> None:

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.evaluation import Batch, Clients, batch_of, completed, labelled, score_images
+from privlab.defenses import Jigsaw, Mjp
+from privlab.evaluation import Automatic, Batch, Clients, batch_of, completed, labelled, score_images
 from privlab.evaluation.setup import learned_metric
 from privlab.images import NamedImage, open_images
 from privlab.images.given import data_of
@@ -19,6 +20,7 @@ from privlab.images.targets import checked_targets
 from privlab.release.checked import images_for, model_of
 from privlab.threat import (
     FeatureObservation,
+    Features,
     Gradient,
     Observation,
     Reconstruction,
@@ -56,7 +58,7 @@ def observe(
             prediction where there is none.
         parameters: names of the gradients that are kept; None for all. Features have none.
         release: what the clients release; None for the gradient of each image.
-        defense: one defense, or several, in the order in which they act.
+        defense: one defense by its name or as an instance, or several, in the order in which they act; none by default.
         public: images of the adversary's own, as `images`; None if it has none.
         seed: seed of the defense's draws, which depend on each image's content too.
         draw: number of the draw; each gives other random numbers for the same image.
@@ -84,7 +86,10 @@ def observe(
         raise PrivlabError(f"{batch.failed[0].name} cannot be used. {batch.failed[0].problem}")
     if not batch.named:
         raise PrivlabError("A client needs at least one image. Found none.")
-    parts = defense if isinstance(defense, Sequence) and not isinstance(defense, str) else [defense]
+    if defense == "auto":
+        defense = Automatic(Mjp(), Jigsaw()).of(model, features=isinstance(release, Features))
+    named = defense.split("+") if isinstance(defense, str) else defense
+    parts = named if isinstance(named, Sequence) else [named]
     stack = Stack(tuple(completed(part, "defense") for part in parts))
     clients = Clients(release, stack, seed, draw, hash_of(model.state_dict()))
     own = None if public is None else _batch(victim, public, what="public images").images.to(model.mean)

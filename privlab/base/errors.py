@@ -40,7 +40,7 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
         name: the unknown name, as the user gave it.
         choices: the valid names, in any order; the message lists the first of them where none is near.
     """
-    choices = sorted(choices)
+    choices = sorted({*choices})
     near = get_close_matches(name, choices, n=3, cutoff=0.4)
     if (same := _OTHER_NAMES.get(name)) in choices:
         near = [same]

@@ -79,11 +79,14 @@ def read_bytes(path: Path, what: str, most: int = TEXT_BYTES) -> bytes:
         PrivlabError: if it cannot be read, is not a regular file, or is too large.
     """
     with open_file(path, what, most) as file:
+        size = os.fstat(file.fileno()).st_size
         try:
-            # its size when it was opened, at most `most`: Python reserves as much memory as it is asked to read
-            return file.read(os.fstat(file.fileno()).st_size)
+            data = file.read(size + 1)  # `most + 1` would reserve as much memory, whatever the file has
         except OSError as error:
             raise _unreadable(path, what, error) from None
+    if len(data) > size:
+        raise _unreadable(path, what, "it grows while it is read")
+    return data
 
 
 def read_text(path: Path, what: str) -> str:

@@ -106,9 +106,9 @@ class Automatic:
     mjp: Mjp
     jigsaw: Jigsaw
 
-    def of(self, victim: Victim, *, features: bool) -> AnyDefense:
+    def of(self, model: VictimModel, *, features: bool) -> AnyDefense:
         """Return the defense of a victim."""
-        if victim.has_mjp:
+        if model.unk_embed is not None:
             return self.mjp
         return Undefended() if features else self.jigsaw
 
@@ -322,7 +322,7 @@ def defense_of(spec: Case, victim: Victim, setting: str) -> Stack:
     if setting == "a":
         return Stack((Undefended(),))
     if isinstance(spec.defense, Automatic):
-        return Stack((_checked(spec.defense.of(victim, features=spec.features_released), victim),))
+        return Stack((_checked(spec.defense.of(victim.model, features=spec.features_released), victim),))
     return Stack(tuple(_checked(part, victim) for part in spec.defense))
 
 

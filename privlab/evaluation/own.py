@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError, draw_for
+from privlab.attacks import attacks
+from privlab.base import PrivlabError, check_name, draw_for
+from privlab.defenses import defenses
 
 _DRAWS = 16
 """Releases from which the variance of a defense that does not state it is measured."""
@@ -21,16 +23,23 @@ _DRAWS = 16
 def completed(part: Any, kind: str) -> Any:  # noqa: ANN401
     """Return an attack or a defense with all that its protocol asks for; the class that was given is left as it is.
 
+    A name is that of an installed one, which gets its default options.
+
     What its class does not declare has a default: `name` is the class's name in kebab-case, `paper` is empty, an attack
     requires nothing and reads all gradients, and the variance of a defense on gradients is measured from releases.
 
     Args:
-        part: an instance of a dataclass.
+        part: a name, or an instance of a dataclass.
         kind: "attack" or "defense".
 
     Raises:
-        PrivlabError: for a class instead of an instance, or an object that is not a dataclass or lacks the method.
+        PrivlabError: for an unknown name, a class instead of an instance, or an object that is not a dataclass or lacks
+            the method.
     """
+    if isinstance(part, str):
+        installed = attacks() if kind == "attack" else defenses()
+        check_name(kind, part, installed)
+        part = installed[part]()
     if isinstance(part, type):
         raise PrivlabError(f"{kind} must be an instance. Found the class {part.__name__}: make it, {part.__name__}().")
     methods = ("__call__",) if kind == "attack" else ("__call__", "send", "release")

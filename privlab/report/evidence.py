@@ -1,5 +1,6 @@
 """What an audit is evidence of: what was attacked and found, what was not tried, and which sentences that supports."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,9 @@ _CLAUSES = (
     ),
 )
 """Clauses that an audit speaks to, and how."""
+
+_FOLDERS = re.compile(r"(?<![\w.:/…-])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\'\":,]+[/\\])+(?=[^\s/\\])")
+"""The folders of an absolute path, up to its last part."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,13 @@ def to_markdown_text(results: Results) -> str:
     environment = Environment(
         loader=PackageLoader("privlab.report", "page"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.filters["md"] = to_markdown
+    environment.filters["md"] = lambda text: to_markdown(without_folders(text))
     return environment.get_template("evidence.md").render(title=results.title, sections=sections)
+
+
+def without_folders(text: str) -> str:
+    """Return a text without the folders of this machine, which a reader need not know."""
+    return _FOLDERS.sub("…/", text)
 
 
 def pictures_of(results: Results) -> list[tuple[str, Path]]:

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from privlab.attacks import ATTACKS
-from privlab.base import PrivlabError, Registry, with_plugins
+from privlab.base import PrivlabError, Registry, unknown_name, with_plugins
 from privlab.base import plugins as registry
 from privlab.defenses import DEFENSES
 from privlab.evaluation import check_names, known_names
@@ -42,6 +42,10 @@ def test_ours_win_where_a_plugin_has_their_name(monkeypatch: pytest.MonkeyPatch)
         assert dict(with_plugins(ours, "some.group")) == {"a": pytest.approx(3.14159, abs=1e-5), "b": 2.0, "c": 3.0}
         assert dict(with_plugins(ours, "another")) == {"b": 2.0, "c": 3.0}
         assert dict(ours) == {"b": 2.0, "c": 3.0}
+
+
+def test_an_error_lists_each_name_once() -> None:
+    assert str(unknown_name("option", "setings", ["settings", "seed", "settings"])).count("settings") == 1
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,17 @@ def test_text_that_is_too_large_is_refused(tmp_path: Path) -> None:
         read_text(tmp_path / "card.toml", "card")
 
 
-def test_a_large_limit_reserves_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "release.pth"
-    path.write_bytes(b"weights")
-    assert read_bytes(path, "release", 2**60) == b"weights"
+def test_a_high_limit_reserves_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "release"
+    path.write_bytes(b"small")
+    assert read_bytes(path, "release", 2**60) == b"small"
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_a_file_that_grows_while_it_is_read_is_refused() -> None:
+    path = Path("/proc/self/stat")  # a regular file of 0 bytes, which has some when it is read
+    with pytest.raises(PrivlabError, match="grows"):
+        read_bytes(path, "file")
 
 
 def test_a_link_is_never_written_through(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import math
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -19,7 +18,7 @@ import privlab
 from privlab.base import first, read_bytes, write_whole
 from privlab.evaluation import CONTROL
 from privlab.images import data_uri
-from privlab.report.evidence import evidence_of, pictures_of
+from privlab.report.evidence import evidence_of, pictures_of, without_folders
 from privlab.report.page.data import images_of, page_data, sets_of
 from privlab.report.page.overview import answer, flags, lead_text, opening_case, opening_pictures, verdict
 from privlab.report.page.pictures import Album, albums
@@ -175,12 +174,12 @@ def _tables(results: Results) -> list[tuple[str, list[tuple[str, object]]]]:
 
 
 def _shorten(facts: Any) -> Any:  # noqa: ANN401
-    """Return the facts with long lists cut and without the folders of this machine, which a reader need not know.
+    """Return the facts with long lists cut and without the folders of this machine.
 
     The hashes of the images would otherwise hide everything else.
     """
     if isinstance(facts, str):
-        return _FOLDERS.sub("…/", facts)
+        return without_folders(facts)
     if isinstance(facts, Mapping):
         return {str(name): _shorten(value) for name, value in facts.items()}
     if isinstance(facts, list | tuple):
@@ -188,9 +187,6 @@ def _shorten(facts: Any) -> Any:  # noqa: ANN401
         return [_shorten(value) for value in facts[:_MOST_VALUES]] + rest
     return facts
 
-
-_FOLDERS = re.compile(r"(?<![\w.:/…-])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\'\":,]+[/\\])+(?=[^\s/\\])")
-"""The folders of an absolute path, up to its last part."""
 
 _MOST_VALUES = 20
 """The most values of a column that the page lists, and the most reconstructions next to the evidence of an audit."""

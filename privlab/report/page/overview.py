@@ -151,7 +151,7 @@ def lead_text(results: Results) -> list[str]:
     up = sign_of(lead) > 0
     lines = []
     if attack is None:
-        lines.append(f"No paper's attack is named: {of_scored} {'has' if len(scored) == 1 else 'have'} a worst case.")
+        lines.append(f"The worst case is the leakiest result by {name} on each image. No paper's attack was named.")
     elif not pairs:
         lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
     elif more := sum(here.mean > claim.mean if up else here.mean < claim.mean for claim, here in pairs):
