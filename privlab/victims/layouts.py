@@ -180,11 +180,10 @@ def choose(content: object, source: str, wanted: str | None = None) -> tuple[Sta
             check_name(f"entry of {source}", wanted, [*found])
     entry, prefix, state = found[names[0]]
     own_training = prefix.endswith("vit.") and kind_of(state) is None  # its wrapper goes without saying
-    is_wrapped = _WRAPPERS.sub("", prefix) != "" and not own_training
-    is_usual = entry in ("", "state_dict", "model") and not (entry and is_wrapped)
-    told = [] if is_usual else [f"the entry '{entry}'"]
-    if is_wrapped:
-        told.append(f"the tensors whose names begin with '{prefix}'")
+    is_wrapped = _WRAPPERS.sub("", prefix) and not own_training
+    told = [f"the tensors whose names begin with '{prefix}'"] if is_wrapped else []
+    if entry and (told or entry not in ("state_dict", "model")):
+        told = [f"the entry '{entry}'", *told]
     if len(found) > 1:
         others = ", ".join(f"#{name}" for name in found if name != names[0])
         told = [f"'{names[0]}'; the file also holds other weights (add to its name {others})"]
