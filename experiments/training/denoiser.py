@@ -50,7 +50,7 @@ def main() -> None:
     device = torch.device(given.device)
     pixels = read_pixels(given.photographs).to(device)
     held_out, pixels = pixels[:HELD_OUT], pixels[HELD_OUT:]
-    network = Denoiser().to(device, memory_format=torch.channels_last)
+    network = Denoiser().to(device).to(memory_format=torch.channels_last)
     average = copy.deepcopy(network).requires_grad_(False)
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3, weight_decay=0.01, betas=(0.9, 0.99))
     began, step, saved = time.monotonic(), 0, 0.0
@@ -104,7 +104,13 @@ def draw_batch(pixels: Tensor, size: int) -> Tensor:
 
 
 def weighted_error(network: Denoiser, x: Tensor, device: torch.device) -> Tensor:
-    """Return the mean of λ(σ) ‖D(x + σn, σ) − x‖² over a batch."""
+    """Return the mean of λ(σ) ‖D(x + σn, σ) − x‖² over a batch.
+
+    Args:
+        network: the denoiser D.
+        x: the photographs, b × 3 × h × w in [0, 1], on `device`.
+        device: where σ and n are drawn; on a card the network runs in bfloat16.
+    """
     sigma = (1.4 * torch.randn(len(x), device=device) - 1.8).exp().clamp(*SIGMAS)
     y = x + sigma.view(-1, 1, 1, 1) * torch.randn_like(x)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -127,7 +133,14 @@ def denoised_psnr(network: Denoiser, held_out: Tensor) -> dict[str, float]:
 
 
 def save(network: Denoiser, given: argparse.Namespace, steps: int, scores: dict[str, float]) -> None:
-    """Write the weights in half precision, with how they were made."""
+    """Write the weights in half precision, with how they were made.
+
+    Args:
+        network: the denoiser.
+        given: the options of the command, among them the file `out`.
+        steps: steps that were trained, at least 1.
+        scores: what `denoised_psnr` returns.
+    """
     recipe = {"steps": steps, "batch": given.batch, "seed": given.seed, "seconds": given.seconds, "psnr": scores}
     weights = {name: value.half().contiguous().cpu() for name, value in network.state_dict().items()}
     beside = given.out.with_suffix(".part")
