@@ -22,8 +22,9 @@ def _flag(name: str, meaning: str, **more: Any) -> partial[Any]:  # noqa: ANN401
 
 
 # Victim
-model = _option("--model", names.VICTIMS, "Victims, separated by commas; see `privlab list victims`.", required=True)
-one_model = _option("--model", names.ONE_VICTIM, "Model of the client: a victim or timm:NAME.", required=True)
+_MODEL = "a victim, timm:NAME, or a folder of transformers"
+model = _option("--model", names.VICTIMS, f"Model: {_MODEL}; several with commas between.", required=True)
+one_model = _option("--model", names.ONE_VICTIM, f"Model of the client: {_MODEL}.", required=True)
 weights = _option("--weights", names.WEIGHTS, "Weights: auto, pretrained, random, or a file.", default="auto")
 block = _option("--block", names.BLOCK, "First block of the model: auto, stock or april.", default="auto")
 img_size = _option("--img-size", click.IntRange(min=16), "Side of the input; position embeddings are resized to fit.")

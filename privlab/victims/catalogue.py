@@ -110,7 +110,7 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
         "fits": made.params() | {"classes": made.model.vit.num_classes, "tensors": len(state)},
         "left_out": sorted({bare_name(key) for key in read} - state.keys() - {"pos_embed.weight"}),
     }
-    path = stored.cache_folder("models") / f"{name.replace(':', '-')}-{digest[:8]}.safetensors"
+    path = stored.cache_folder("models") / f"{made.name.replace(':', '-')}-{digest[:8]}.safetensors"
     text = json.dumps(card, indent=1, ensure_ascii=False)
     try:
         write_whole(path, lambda part: stored.save(state, part))

@@ -18,7 +18,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_name, first, read_json
+from privlab.base import PrivlabError, check_name, first, one_line, read_json
 from privlab.victims.layouts import KINDS, from_any_layout, kind_of
 from privlab.victims.names import NORMALISATIONS
 from privlab.victims.weights import misfits
@@ -32,6 +32,12 @@ _MODULES = {
 """The libraries, and how the names of the modules that define their models begin."""
 
 _ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+_NEEDED = {"patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"}
+"""The tensors of each ViT, by timm's names."""
+
+_SETTINGS = {"layer_norm_eps": float | int, "num_attention_heads": int, "hidden_act": str, "image_size": int | list}
+"""What is read of a configuration of transformers."""
 
 _SAME = 1e-4
 """Largest deviation of the tokens, relative to their size: rounding in float32."""
@@ -102,8 +108,7 @@ def as_timm(model: nn.Module) -> VisionTransformer:
     state = from_any_layout(tensors)
     kind = kind_of(tensors)
     config = _settings(model)
-    lacks = [each for each in ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight") if each not in state]
-    if kind is None or library_of(model) != KINDS[kind].library or lacks:
+    if kind is None or library_of(model) != KINDS[kind].library or not state.keys() >= _NEEDED:
         raise PrivlabError(f"{name} must be one of the ViTs {', '.join(KINDS)}. Found {first([*tensors], 1)}.")
     vit = _build(kind, state, config)
     if odd := misfits(state, vit.state_dict()):
@@ -120,6 +125,31 @@ def as_timm(model: nn.Module) -> VisionTransformer:
     vit.train(model.training)
     _compare(model, vit)
     return vit
+
+
+def of_folder(folder: Path, state: Mapping[str, Tensor], img_size: int | None = None) -> VisionTransformer:
+    """Return timm's ViT of the kind that transformers wrote into a folder, without its weights.
+
+    Args:
+        folder: it has the model's `config.json`.
+        state: the tensors, by timm's names.
+        img_size: the side of the input, in pixels; None is that of the configuration.
+
+    Raises:
+        PrivlabError: for another kind of model.
+    """
+    config = config_beside(folder)
+    kind = f"transformers-{config.get('model_type')}"
+    if kind not in KINDS or not state.keys() >= _NEEDED:
+        kinds = [name.removeprefix("transformers-") for name in KINDS if name.startswith("transformers-")]
+        raise PrivlabError(
+            f"The model in '{folder}' must be one of the ViTs {', '.join(kinds)}. Found the model_type "
+            f"'{config.get('model_type')}' in its config.json."
+        )
+    try:
+        return _build(kind, state, config if img_size is None else {**config, "image_size": img_size})
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise PrivlabError(f"The model in '{folder}' cannot be built: {one_line(error)}.") from error
 
 
 def options_of(kind: str, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,11 +189,15 @@ def config_beside(file: Path) -> Mapping[str, Any]:
     """Return the configuration of transformers in the folder of a file of weights; nothing where there is none.
 
     Raises:
-        PrivlabError: if it is not a valid JSON object.
+        PrivlabError: if it is not a valid JSON object, or a setting is of another kind.
     """
     path = (file if file.is_dir() else file.parent) / "config.json"
     config = read_json(path, "settings of the model") if path.is_file() else {}
-    return config.get("vision_config", config)
+    config = config["vision_config"] if isinstance(config.get("vision_config"), dict) else config
+    for name, kinds in _SETTINGS.items():
+        if name in config and not isinstance(config[name], kinds):
+            raise PrivlabError(f"{name} in '{path}' must be what transformers writes. Found {config[name]!r}.")
+    return config
 
 
 def fit_head(vit: VisionTransformer, state: Mapping[str, Tensor]) -> None:
@@ -196,8 +230,7 @@ def _settings(model: Any) -> dict[str, Any]:  # noqa: ANN401
         case _:
             config = getattr(model, "config", None)
             config = getattr(config, "vision_config", config)
-            names = ("num_attention_heads", "layer_norm_eps", "hidden_act", "image_size")
-            return {name: getattr(config, name) for name in names if hasattr(config, name)}
+            return {name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)}
 
 
 def _build(kind: str, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> VisionTransformer:

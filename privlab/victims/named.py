@@ -18,9 +18,9 @@ from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.anatomy import Vit, unwrapped
 from privlab.victims.layouts import from_any_layout, kind_of
-from privlab.victims.libraries import as_timm, config_beside, fit_head, library_of, merged, options_of
+from privlab.victims.libraries import as_timm, config_beside, fit_head, library_of, merged, of_folder, options_of
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
-from privlab.victims.names import normalisation_of, of_channels, resolve_own, size_error
+from privlab.victims.names import folder_of, normalisation_of, of_channels, resolve_own, size_error
 from privlab.victims.own_gradients import check_gradients
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
 
@@ -151,8 +151,8 @@ def victim(
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
     Args:
-        model: a name of `victim_names()`, "timm:NAME", or a ViT of timm or transformers (`as_timm`), also as
-            `torch.compile`, DataParallel or DistributedDataParallel wraps it.
+        model: a name of `victim_names()`, "timm:NAME", a folder that transformers' `save_pretrained` wrote, or a ViT of
+            timm or transformers (`as_timm`), also as `torch.compile`, DataParallel or DistributedDataParallel wraps it.
         weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random", or a
             file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
         block: "stock" or "april" (first block without pre-norm and without skip).
@@ -239,6 +239,8 @@ def _make_named(
 ) -> Victim:
     if name in (plugins := with_plugins({}, "privlab.victims")):
         return replace(_own(plugins[name](), weights, seed, classes), name=name)
+    if (folder := folder_of(name)) is not None:
+        return _in_folder(folder, weights, img_size, seed, classes)
     architecture, variant = resolve(name)
     path = weights_file(name, architecture, weights, seed)
     if path is None:
@@ -285,6 +287,20 @@ def _make_named(
         return _assemble(name, architecture, vit, origin)
     warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")
     return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
+
+
+def _in_folder(folder: Path, weights: str, img_size: int | None, seed: int, classes: int | None) -> Victim:
+    """Return the victim that transformers wrote into a folder, with its weights or those of a file."""
+    if weights == "random":
+        raise PrivlabError(
+            f"The model in '{folder}' has weights. Found --weights random: leave it out, or give a file."
+        )
+    path = folder if weights in ("auto", "pretrained") else Path(weights)
+    state = from_any_layout(stored.read_state(path))
+    vit = of_folder(folder, state, img_size)
+    stored.fit(vit, state, path.name, resize=img_size is not None)
+    made, name = _own(vit, "auto", seed, classes), folder.absolute().name
+    return replace(made, name=name, weights=replace(made.weights, origin=f"file:{path.absolute().name}"))
 
 
 def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path | None:

@@ -57,26 +57,49 @@ def resolve_own(name: str) -> tuple[str, str]:
             f"This needs a plain ViT, timm's VisionTransformer. Found {name}: `privlab evaluate` and `privlab train "
             f"classify|mjp{'|finetune' if name.endswith('_relpos') else ''}` take it, nothing else."
         )
-    raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
+    raise unknown_name("model", name, [*victim_names(), "timm:NAME", "FOLDER"])
 
 
 def check_victim_name(name: str) -> None:
     """Refuse a name of no victim; whether timm has what "timm:NAME" names is left to timm.
 
     Raises:
-        PrivlabError: for another name, with the nearest ones.
+        PrivlabError: for another name, with the nearest ones, and for a folder without a model.
     """
-    if not name.startswith("timm:") and name not in with_plugins({}, "privlab.victims"):
+    if _is_ours(name):
         resolve_own(name)
 
 
+def _is_ours(name: str) -> bool:
+    """Return whether a model is not timm's, of another package, or in a folder."""
+    return not (name.startswith("timm:") or name in with_plugins({}, "privlab.victims") or folder_of(name))
+
+
+def folder_of(name: str) -> Path | None:
+    """Return the folder that names a model, as transformers' save_pretrained writes it; None for another name.
+
+    Raises:
+        PrivlabError: for a path at which there is none.
+    """
+    path = Path(name)
+    is_path = path.exists() or len(path.parts) > 1
+    if not is_path or name.startswith("timm:") or name in victim_names():
+        return None
+    if (path / "config.json").is_file():
+        return path
+    raise PrivlabError(
+        "A model is a name of `privlab list victims`, timm:NAME, or a folder with config.json and weights, as "
+        f"transformers' save_pretrained writes it. Found no config.json in '{name}'."
+    )
+
+
 def check_img_size(name: str, img_size: int | None) -> None:
-    """Refuse a side that the patches of a victim of ours do not divide; of other models timm knows the patches.
+    """Refuse a side that the patches of a victim of ours do not divide; other models are checked when they are made.
 
     Raises:
         PrivlabError: if the side is not a multiple of the patches'.
     """
-    if img_size is None or name.startswith("timm:") or name in with_plugins({}, "privlab.victims"):
+    if img_size is None or not _is_ours(name):
         return
     architecture, _ = resolve_own(name)
     patch = COMPACT.get(architecture, {}).get("patch_size", _PATCH)

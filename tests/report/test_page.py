@@ -306,7 +306,7 @@ def test_facts_without_a_command(page: Callable[[Results], _Read], page_results:
 
 def test_layout_without_a_papers_attack(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(layout=Layout(("ssim", "mse", "correct"))))
-    assert "No paper's attack was named." in read.text
+    assert "paper's attack, None" not in read.text
     assert read.data["lead"] == "ssim"
     assert [metric["leaks"] for metric in read.data["metrics"]] == [1, -1, 0]
 

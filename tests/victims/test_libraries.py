@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+import privlab
 from privlab.attacks import PatchGradient
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.metrics import psnr
@@ -139,6 +141,75 @@ def test_a_classifier_has_its_own_logits_as_a_file(
     with pytest.warns(PrivlabWarning, match=f"{file.name}: read .*transformers"):
         base = victim(f"timm:{OF_TRANSFORMERS[name]}", weights=file, img_size=32).model
     assert_close(base(x), model(pixel_values=base.normalise(x)).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*OF_TRANSFORMERS, "CLIPVisionModelWithProjection"])
+@torch.no_grad()
+def test_a_folder_has_its_own_logits_by_its_path(name: str, tmp_path: Path) -> None:
+    model, x = made(name, num_labels=5), torch.rand(3, 3, 16, 16)
+    model.save_pretrained(tmp_path / "mine")
+    with pytest.warns(PrivlabWarning, match="transformers"):
+        base = victim(str(tmp_path / "mine"))
+    found = model(pixel_values=base.model.normalise(x))
+    assert_close(base.model(x), getattr(found, "logits", getattr(found, "image_embeds", None)), rtol=0, atol=1e-5)
+    assert (base.name, base.weights.origin) == ("mine", "file:mine")
+    assert base.weights.sha256 == victim(model).weights.sha256
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made("ViTForImageClassification", num_labels=5).save_pretrained(tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+@pytest.mark.filterwarnings("ignore:model.safetensors. read tensors by the names of transformers")
+def test_the_model_of_a_folder_takes_other_weights_and_another_size(folder: Path, tmp_path: Path) -> None:
+    state = {name: 2 * tensor for name, tensor in victim(str(folder)).model.vit.state_dict().items()}
+    torch.save(state, tmp_path / "after.pt")
+    base = victim(str(folder), weights=tmp_path / "after.pt")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in base.model.vit.state_dict().items())
+    assert base.weights.origin == "file:after.pt"
+    assert victim(str(folder), img_size=24).model.image_shape == (3, 24, 24)
+    with pytest.raises(PrivlabError, match="4×4 pixels"):
+        victim(str(folder), img_size=23)
+    with pytest.raises(PrivlabError, match="has weights"):
+        victim(str(folder), weights="random")
+
+
+@pytest.mark.filterwarnings("ignore:model.safetensors. read tensors by the names of transformers")
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("model_type", "swin", "one of the ViTs.*'swin'"),
+        ("num_attention_heads", 7, "cannot be built"),
+        ("num_attention_heads", "2", "num_attention_heads in .*Found '2'"),
+        ("layer_norm_eps", [1], "layer_norm_eps in"),
+    ],
+)
+def test_a_configuration_that_fits_no_vit_is_one_line(folder: Path, setting: str, value: Any, said: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {setting: value}))
+    with pytest.raises(PrivlabError, match=said) as caught:
+        victim(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+def test_the_command_line_takes_a_folder(folder: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    options = ("--limit", 1, "--attack", "patch-gradient", "--metrics", "psnr", "--device", "cpu")
+    done = cli("attack", "--model", folder, "--out", tmp_path / "run", *options)
+    assert "mine, setting a" in done.out
+    assert str(tmp_path) not in done.out.partition("Pictures")[0]
+    base, image = victim(str(folder)), torch.rand(1, 3, 16, 16)
+    before = {name: tensor.clone() for name, tensor in base.model.vit.state_dict().items()}
+    vit = copy.deepcopy(base.model.vit).requires_grad_(True)
+    nn.functional.cross_entropy(vit(base.model.normalise(image)), torch.tensor([3])).backward()
+    torch.optim.SGD(vit.parameters(), lr=0.01).step()
+    files = privlab.capture_update(before, vit, tmp_path)
+    client = ("--client", "sgd", "--set", "client.lr=0.01", "--attack", "patch-update")
+    done = cli("audit", "update", *files, "--model", folder, *client, "--out", tmp_path / "audit", "--device", "cpu")
+    assert "leaks: yes" in done.out
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it

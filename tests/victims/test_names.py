@@ -1,5 +1,7 @@
 """What is refused by its name alone is what building the model would refuse, in the same words."""
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
@@ -8,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from privlab.base import PrivlabError
 from privlab.experiments.training.classifier_names import CLASSIFIERS, check_classifier_name, classifier_names
 from privlab.victims import ARCHITECTURES, COMPACT, check_img_size, check_victim_name, victim
-from privlab.victims.names import victim_names
+from privlab.victims.names import folder_of, victim_names
 from privlab.victims.zoo import NOT_ATTACKED
 
 
@@ -53,3 +55,17 @@ def test_every_name_is_known_and_no_other() -> None:
     for check in (check_victim_name, check_classifier_name):
         with pytest.raises(PrivlabError, match=r"'deit_xs'.*deit_s"):
             check("deit_xs")
+
+
+def test_a_path_is_refused_if_it_is_no_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("cifar_vit", "mine", "empty"):
+        Path(folder).mkdir()
+    Path("mine/config.json").write_text("{}")
+    assert folder_of("cifar_vit") is None  # a name is not shadowed
+    assert folder_of("mine") == Path("mine")
+    check_victim_name("mine")
+    check_img_size("mine", 33)
+    for path in ("empty", "mine/config.json", "google/vit-base"):
+        with pytest.raises(PrivlabError, match=f"Found no config.json in '{path}'"):
+            check_victim_name(path)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from privlab.split.client.job import SplitJob, Started
 
 _VICTIM = shared.all_of(
-    option.one_model(required=False, default="vit_ti", help="Model: a victim or timm:NAME."),
+    option.one_model(required=False, default="vit_ti"),
     *(option.weights(), option.img_size()),
     option.seed(help="Seed of random weights and of the order of images."),
 )

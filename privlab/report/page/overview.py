@@ -133,7 +133,7 @@ def opening_pictures(results: Results, case: int, held: Mapping[str, Album]) -> 
 
 
 def lead_text(results: Results) -> list[str]:
-    """Return the verdict in a few sentences: on how many cases the worst case leaks more than the paper's attack.
+    """Return the verdict in a few sentences: on how many cases the worst case leaks more than a named paper's attack.
 
     They judge by the lead metric. Other sentences count the cases that are no better than a control, and those without
     a score.
@@ -150,9 +150,7 @@ def lead_text(results: Results) -> list[str]:
     pairs = [(paper[case], worst[case]) for case in scored if not math.isnan(paper[case].mean)]
     up = sign_of(lead) > 0
     lines = []
-    if attack is None:
-        lines.append(f"The worst case is the leakiest result by {name} on each image. No paper's attack was named.")
-    elif not pairs:
+    if attack is not None and not pairs:
         lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
     elif more := sum(here.mean > claim.mean if up else here.mean < claim.mean for claim, here in pairs):
         of = f"{more} of {len(pairs)} cases"
@@ -161,7 +159,7 @@ def lead_text(results: Results) -> list[str]:
         apart = sum(claim.high < here.low if up else here.high < claim.low for claim, here in pairs)
         beyond = "" if not apart else ", beyond the intervals" + ("" if apart == more else f" on {apart}")
         lines.append(f"By {name}, the worst case leaks more than the paper's attack, {attack}, on {of}{beyond}.")
-    else:
+    elif attack is not None:
         lines.append(f"By {name}, no attack leaks more than the paper's own, {attack}.")
     beaten = [case for case in scored if of_case[case]["beaten"]]
     structure = Facts.of(results).structure if beaten else {}
