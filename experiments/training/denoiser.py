@@ -50,7 +50,7 @@ def main() -> None:
     device = torch.device(given.device)
     pixels = _read_pixels(given.photographs).to(device)
     held_out, pixels = pixels[:HELD_OUT], pixels[HELD_OUT:]
-    network = Denoiser().to(device, memory_format=torch.channels_last)
+    network = Denoiser().to(device).to(memory_format=torch.channels_last)
     average = copy.deepcopy(network).requires_grad_(False)
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3, weight_decay=0.01, betas=(0.9, 0.99))
     began, step, saved = time.monotonic(), 0, 0.0

@@ -81,7 +81,7 @@ def safetensors(_: State, after: State, folder: Path) -> Path:
 
 def arrays(*, named: bool) -> Write:
     def write(_: State, after: State, folder: Path) -> Path:
-        values = {name: tensor.numpy() for name, tensor in after.items()}
+        values: dict[str, Any] = {name: tensor.numpy() for name, tensor in after.items()}
         np.savez(
             folder / "a.npz", **(values if named else {f"arr_{i}": each for i, each in enumerate(values.values())})
         )
