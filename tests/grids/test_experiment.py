@@ -81,7 +81,7 @@ def test_every_seed_and_draw_of_every_case(
     assert [case.options["gamma"] for case in cases] == gammas
     for case, gamma in zip(cases, gammas, strict=True):
         wanted = [(gamma, seed, draw) for seed in seeds for draw in range(draws)]
-        assert [(run.gamma, run.seed, run.draw) for run in case.runs] == wanted
+        assert [(run.words.gamma, run.seed, run.draw) for run in case.runs] == wanted
         assert len(set(case.runs)) == len(wanted)
 
 

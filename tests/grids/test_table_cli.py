@@ -95,10 +95,11 @@ def test_default_directory(cli: Any, write: Any, tmp_path: Path, monkeypatch: py
 def test_experiment_of_ours_by_its_name(cli: Any, photos: Path, tmp_path: Path) -> None:
     said = cli(
         *("table", "quick", "--out", tmp_path, *CPU, "--images", photos, "--limit", 1, "--pictures", 0),
-        *("--set", "run.img_size=32", "--set", f'run.public=["{photos}"]', "--set", "grid.gamma=[0.5]"),
+        *("--set", f'run.public=["{photos}"]', "--set", "grid.gamma=[0.27]"),
     )
     assert said.status == 0
-    assert facts(tmp_path)["experiment"]["title"] == "MJP on a tiny victim"
+    assert facts(tmp_path)["experiment"]["title"] == "MJP on a small trained victim"
+    assert "verdict: c with MJP, gamma 0.27: leaks by mjp-full (1 of 1 image" in " ".join(said.out.split())
 
 
 @pytest.mark.slow
