@@ -38,7 +38,7 @@ class PlugAndPlay(Checked):
 
     Exact if: never: noise stays. Without noise it is `least-squares`.
 
-    Fails if: the noise is not white, not known, or not on the embedding's rows; images are no photographs, or have
+    Fails if: the noise is not white, not known, or not on the embedding's rows; images are not photographs, or have
     neither one nor three colours. Moved rows need position embeddings.
 
     Cost: 0.3 s an image of 32 pixels on one core, in proportion to the pixels.
