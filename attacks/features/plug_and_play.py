@@ -30,7 +30,7 @@ class PlugAndPlay(Checked):
 
     Steps: estimate each patch → denoise the image → draw each patch back to its row, repeat
 
-    Algorithm: it begins at Wiener's estimate of each patch. In round k the network D of privlab gives u = D(x, s_k),
+    Algorithm: It begins at Wiener's estimate of each patch. In round k the network D of privlab gives u = D(x, s_k),
     and x is the minimum of ‖W x + β − z‖² / 2σ² + weight ‖x − u‖² / 2 s_k², one linear system of a patch's size. The
     s_k fall in equal ratios, from `first` to a share of the error that the first estimate has. D was trained on 12,000
     photographs of Tiny ImageNet; nothing is trained for a victim or a defense. Rows that the defense moves are placed
@@ -38,7 +38,7 @@ class PlugAndPlay(Checked):
 
     Exact if: never: noise stays. Without noise it is `least-squares`.
 
-    Fails if: the noise is not white, not known, or not on the embedding's rows; images are no photographs, or have
+    Fails if: the noise is not white, not known, or not on the embedding's rows; images are not photographs, or have
     neither one nor three colours. Moved rows need position embeddings.
 
     Cost: 0.3 s an image of 32 pixels on one core, in proportion to the pixels.

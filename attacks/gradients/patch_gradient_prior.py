@@ -94,9 +94,9 @@ class Free(NamedTuple):
 class PatchGradientPrior(Checked):
     """Solve Aᵀ X = ∂ℓ/∂W as `patch-gradient` does, and find what that leaves open if N ≥ D or A is ill conditioned.
 
-    Idea: The linear system of `patch-gradient` has too few equations where patches are no fewer than channels. The
-    attack solves what can be solved, and knows which few combinations of patches are left open. It completes these by
-    the smoothest image, and then tests which whole grey levels fit.
+    Idea: The linear system of `patch-gradient` has too few equations where there are at least as many patches as
+    channels. The attack solves what can be solved, and knows which few combinations of patches are left open. It
+    completes these by the smoothest image, and then tests which whole grey levels fit.
 
     Steps: solve Aᵀ X = ∂ℓ/∂W → complete by an image prior → round to grey levels that fit
 

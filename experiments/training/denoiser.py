@@ -48,9 +48,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(given.seed)
     device = torch.device(given.device)
-    pixels = read_pixels(given.photographs).to(device)
+    pixels = _read_pixels(given.photographs).to(device)
     held_out, pixels = pixels[:HELD_OUT], pixels[HELD_OUT:]
-    network = Denoiser().to(device, memory_format=torch.channels_last)
+    network = Denoiser().to(device).to(memory_format=torch.channels_last)
     average = copy.deepcopy(network).requires_grad_(False)
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3, weight_decay=0.01, betas=(0.9, 0.99))
     began, step, saved = time.monotonic(), 0, 0.0
@@ -59,8 +59,8 @@ def main() -> None:
         rate = 1e-3 * min(1.0, (step + 1) / 500) * (0.5 + 0.5 * math.cos(math.pi * share) + 0.01)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        x = draw_batch(pixels, given.batch)
-        loss = weighted_error(network, x, device)
+        x = _draw_batch(pixels, given.batch)
+        loss = _weighted_error(network, x)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -71,15 +71,15 @@ def main() -> None:
             torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - decay)
         if step % 500 == 0 or time.monotonic() - began - saved > 30:
             saved = time.monotonic() - began
-            scores = denoised_psnr(average, held_out)
+            scores = _denoised_psnr(average, held_out)
             say(f"{saved:6.0f} s, step {step}, {step * given.batch} images, loss {loss.item():.4f}, {scores}")
-            save(average, given, step, scores)
-    scores = denoised_psnr(average, held_out)
+            _save(average, given, step, scores)
+    scores = _denoised_psnr(average, held_out)
     say(f"{step} steps, {scores}")
-    save(average, given, step, scores)
+    _save(average, given, step, scores)
 
 
-def read_pixels(path: Path) -> Tensor:
+def _read_pixels(path: Path) -> Tensor:
     """Return photographs of the training split, all of one size, n × 3 × h × w bytes, in a fixed random order."""
     table = pq.read_table(path, columns=["split", "jpeg"]).to_pandas()
     rows = np.flatnonzero(table["split"] == "train")
@@ -94,7 +94,7 @@ def read_pixels(path: Path) -> Tensor:
     return torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2)
 
 
-def draw_batch(pixels: Tensor, size: int) -> Tensor:
+def _draw_batch(pixels: Tensor, size: int) -> Tensor:
     """Return photographs in [0, 1], mirrored at random; four batches of ten are halved to the size of small victims."""
     x = pixels[torch.randint(len(pixels), (size,), device=pixels.device)].float() / 255
     x = torch.where(torch.rand(size, 1, 1, 1, device=x.device) < 0.5, x.flip(3), x)
@@ -103,18 +103,18 @@ def draw_batch(pixels: Tensor, size: int) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def weighted_error(network: Denoiser, x: Tensor, device: torch.device) -> Tensor:
+def _weighted_error(network: Denoiser, x: Tensor) -> Tensor:
     """Return the mean of λ(σ) ‖D(x + σn, σ) − x‖² over a batch."""
-    sigma = (1.4 * torch.randn(len(x), device=device) - 1.8).exp().clamp(*SIGMAS)
+    sigma = (1.4 * torch.randn(len(x), device=x.device) - 1.8).exp().clamp(*SIGMAS)
     y = x + sigma.view(-1, 1, 1, 1) * torch.randn_like(x)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
         found = network(y, sigma)
     weight = (sigma**2 + SIGMA_DATA**2) / (sigma * SIGMA_DATA) ** 2
     return (weight.view(-1, 1, 1, 1) * (found.float() - x) ** 2).mean()
 
 
 @torch.no_grad()
-def denoised_psnr(network: Denoiser, held_out: Tensor) -> dict[str, float]:
+def _denoised_psnr(network: Denoiser, held_out: Tensor) -> dict[str, float]:
     """Return the mean PSNR of photographs that were not trained on, by the noise that was removed."""
     x = held_out.float() / 255
     draw = torch.Generator(x.device).manual_seed(1)
@@ -126,7 +126,7 @@ def denoised_psnr(network: Denoiser, held_out: Tensor) -> dict[str, float]:
     return found
 
 
-def save(network: Denoiser, given: argparse.Namespace, steps: int, scores: dict[str, float]) -> None:
+def _save(network: Denoiser, given: argparse.Namespace, steps: int, scores: dict[str, float]) -> None:
     """Write the weights in half precision, with how they were made."""
     recipe = {"steps": steps, "batch": given.batch, "seed": given.seed, "seconds": given.seconds, "psnr": scores}
     weights = {name: value.half().contiguous().cpu() for name, value in network.state_dict().items()}

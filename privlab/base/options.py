@@ -110,7 +110,7 @@ def options_of(part: Any) -> list[str]:  # noqa: ANN401
             same = False
         if not same:
             raise PrivlabError(
-                f"{part.name}: {key}={value!r} is no option that a record can state: a number or a text."
+                f"{part.name}: {key}={value!r} is not an option that a record can state: a number or a text."
             )
         found.append(option)
     return found

@@ -42,7 +42,7 @@ OF_ROWS = ("worst", "leakiest", "by", "images", "median", "worst_image")
 """What the rows of a result say by themselves."""
 
 OF_CLASSES = ("known_by", "verdict", "flags", "knows")
-"""What they say with what the classes of the entry declare; `knows` is of an attack on a defense."""
+"""What they say with what the classes of the entry declare; `knows` belongs to an attack on a defense."""
 
 _APART = 0.01
 """How far two scores of the same rows may differ."""
@@ -192,7 +192,7 @@ def check_concluded(result: Result, found: Mapping[str, Any], names: Sequence[st
         for name in names:
             if name in own and not _alike(said.get(name), own[name]):
                 raise PrivlabError(
-                    f"{result.path} was edited, or is of another version: by its rows, {name} is "
+                    f"{result.path} was edited, or another version wrote it: by its rows, {name} is "
                     f"{_short(own[name])}, and it says {_short(said.get(name))}. Submit the entry again."
                 )
 

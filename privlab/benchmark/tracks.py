@@ -32,7 +32,7 @@ class TrackVictim:
 
 @dataclass(frozen=True)
 class TrackCase:
-    """What a client of a track releases: fields of `Case` by name; `base` is of the track `weights` alone."""
+    """What a client of a track releases: fields of `Case` by name; only the track `weights` has `base`."""
 
     name: str
     given: Mapping[str, Any]

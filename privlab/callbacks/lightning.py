@@ -23,7 +23,7 @@ class RecordUpdate(Callback):
         folder: path of the folder; a fit writes `round-N/before.safetensors` and `after.safetensors` there.
 
     Raises:
-        PrivlabError: if it is no ViT, or nothing was trained.
+        PrivlabError: if it is not a ViT, or nothing was trained.
     """
 
     def __init__(self, model: nn.Module, folder: str | Path) -> None:

@@ -23,7 +23,7 @@ class RecordUpdate(TrainerCallback):
         folder: path of the folder; a training writes `round-N/before.safetensors` and `after.safetensors` there.
 
     Raises:
-        PrivlabError: if it is no ViT, or nothing was trained.
+        PrivlabError: if it is not a ViT, or nothing was trained.
     """
 
     def __init__(self, model: nn.Module, folder: str | Path) -> None:

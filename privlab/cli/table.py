@@ -43,6 +43,8 @@ FORMATS = ("latex", "csv", "markdown", "json", "html")
     ),
     cloup.option("--standalone", is_flag=True, help="With --format latex: print a whole document."),
     cloup.option("--notes-outside", is_flag=True, help="With --format latex: print the notes after the float."),
+    cloup.option("--caption", metavar="TEXT", help="With --format latex: the caption.  [default: the title]"),
+    cloup.option("--label", metavar="NAME", help="With --format latex: the label.  [default: from the title]"),
     cloup.option("--all-attacks", is_flag=True, help="Show a row for every attack and control."),
     cloup.option("--compare", type=PATH, help="Also print what differs from another run."),
     option.out(help="Directory of the run.  [default: runs/NAME]"),
@@ -69,6 +71,8 @@ def table(
     format_: str | None,
     standalone: bool,
     notes_outside: bool,
+    caption: str | None,
+    label: str | None,
     all_attacks: bool,
     images: tuple[str, ...],
     out: Path | None,
@@ -114,7 +118,7 @@ def table(
         filled = Run(path)
         results = filled.results
     form = "json" if as_json else format_
-    floated = {"standalone": standalone, "notes_outside": notes_outside}
+    floated = {"standalone": standalone, "notes_outside": notes_outside, "caption": caption, "label": label}
     status = _print_results(filled, form, floated, all_attacks, other)
     untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
     specs = [spec for case in parsed.cases for spec in case.runs]

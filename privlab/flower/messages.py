@@ -62,8 +62,8 @@ def weights_of(message: Message, sender: str, names: Collection[str] | None = No
 def record(before: Message, after: Message, folder: Path, round_: int | None, node: int) -> tuple[Path, Path] | None:
     """Record an update in `folder/round-R/node-N`, as `privlab audit update` reads it, and return the two files.
 
-    Beside an earlier record, of another federation, the folder is `node-N-2`, and so on. What cannot be recorded is
-    logged in one line, and disturbs no training: None is returned.
+    Where there is an earlier record, of another federation, the folder is `node-N-2`, and so on. What cannot be
+    recorded is logged in one line, and disturbs no training: None is returned.
 
     Args:
         before: what the server sent.

@@ -22,11 +22,11 @@ KNOWN = {**METRICS, **PLACEMENT}
 """The metrics that may be a column of a table or an axis of a figure."""
 
 FIGURES: dict[str, str] = {
-    "curve": "a score against an option, such as gamma, paper's attack beside worst case",
+    "curve": "a score against an option, such as gamma, paper's attack next to the worst case",
     "trade-off": "utility against leakage, a point for each case",
     "distribution": "a score's distribution over the images, for each case and attack",
     "sheet": "reconstructions at the best, the median and the worst score",
-    "claim": "the paper's figure beside the worst case, as paired bars",
+    "claim": "the paper's figure next to the worst case, as paired bars",
 }
 """The kinds of figure, each with what it shows."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from privlab.base import PrivlabError, unknown_name
 
 ENGINES: dict[str, str] = {
-    "local": "this process, or --workers processes of this machine, each with a GPU of its own where there are several",
+    "local": "this process, or --workers processes of this machine, each with one GPU where there are several",
     "ray": "a Ray cluster (privlab[ray]): --ray-address, or one started here with --workers processes",
 }
 """Where the tasks of a grid may run."""

@@ -54,7 +54,7 @@ def is_named(images: Any) -> bool:  # noqa: ANN401
 
 
 def _opened(images: Any, *, own: bool) -> Data:  # noqa: ANN401
-    """Return data that are no named source; `own` says whether the labels that come with the images are used."""
+    """Return data that are not a named source; `own` says whether the labels that come with the images are used."""
     kind = type(images).__name__
     if isinstance(images, Tensor | np.ndarray) and images.ndim != 4:
         found = " × ".join(map(str, images.shape))
@@ -115,7 +115,7 @@ def values_of(image: Tensor | np.ndarray) -> tuple[Float[Tensor, "c h w"], str]:
     """Return c × h × w values in [0, 1], or bytes, as floats, and the hash over their shape, type and values.
 
     Raises:
-        PrivlabError: if they are no image.
+        PrivlabError: if they are not an image.
     """
     values = torch.as_tensor(image).detach().cpu().contiguous()
     shape = " × ".join(map(str, values.shape))
@@ -134,6 +134,6 @@ def values_of(image: Tensor | np.ndarray) -> tuple[Float[Tensor, "c h w"], str]:
         raise PrivlabError("Found a value that is not finite.")
     low, high = (float(value) for value in values.float().aminmax())
     if low < 0 or high > 1:
-        right = "divide by 255" if low >= 0 and high > 2 else "the model normalises by itself"
+        right = "divide by 255" if low >= 0 and high > 2 else "the model normalises its images itself"
         raise PrivlabError(f"Found values outside [0, 1], from {low:.4g} to {high:.4g}: {right}.")
     return values.float(), digest

@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> tuple[Entry, ...]:
                     )
             entries.append(entry)
     if not entries:
-        raise PrivlabError(f"The manifest '{path}' names no photograph. Give one or more, each in a line of its own.")
+        raise PrivlabError(f"The manifest '{path}' names no photograph. Give one or more, each in a separate line.")
     return tuple(entries)
 
 

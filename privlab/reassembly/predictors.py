@@ -251,7 +251,7 @@ def _load(path: Path, device: torch.device, *stamp: int) -> PositionPredictor:
         return _fill(facts, state).to(device)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise PrivlabError(
-            f"'{path}' is no position predictor, such as `privlab train mp3` makes: {one_line(error)}."
+            f"'{path}' is not a position predictor, such as `privlab train mp3` makes: {one_line(error)}."
         ) from error
 
 

@@ -65,7 +65,7 @@ def is_explained(residual: float, client: Client | None = None) -> bool:
 def residual(
     seen: Observation,
     images: Float[Tensor, "b c h w"],
-    target: int | Float[Tensor, "b y"],
+    target: int | Float[Tensor, "z y"],
     *,
     with_bias: bool = False,
     of_logits: bool = False,
@@ -92,7 +92,7 @@ def residual(
     Args:
         seen: the observation of one release.
         images: all images of the release, such as reconstructions, in [0, 1].
-        target: the class index of the private image, or the targets of each image (`soft_targets`).
+        target: the class index of the private image, or the targets of each of z outputs (`soft_targets`).
         with_bias: whether the head's bias is one more number, as where a label or a rate is fitted: it shows them best.
         of_logits: whether `target` are gradients at the logits (`logit_gradients`), by which a step of any loss is run.
     """
@@ -179,7 +179,7 @@ def _summed_linear(o: Float[Tensor, "b y"], h: Float[Tensor, "b y"]) -> Float[Te
     return len(o) * linear_loss(o, h)
 
 
-def logit_gradients(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b y"] | None:
+def logit_gradients(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "z y"] | None:
     """Return h_i = B ∂ℓ/∂z_i, with z_i the logits of image i of B, as the released head shows it; None if it does not.
 
     Of the loss ℓ nothing is used. The head, z_i = W f_i + b, has ∂ℓ/∂b = Σ_i h_i / B and ∂ℓ/∂W = Σ_i h_i f_iᵀ / B. So
@@ -220,7 +220,7 @@ def logit_gradients(seen: Observation, images: Float[Tensor, "b c h w"]) -> Floa
     return torch.linalg.pinv(rows.T) @ sums.T * B / reach
 
 
-def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b y"] | None:
+def soft_targets(seen: Observation, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "z y"] | None:
     """Return the targets with which images give the released update of the head; None where it does not show them.
 
     The gradient h_i at the logits z_i (`logit_gradients`) is solved for the target y_i of the stated loss
@@ -416,7 +416,7 @@ def _missing_pixels(
 
 
 def _token_gradients(
-    seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"], *, of_logits: bool
+    seen: Observation, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "z y"], *, of_logits: bool
 ) -> Float[Tensor, "n d"]:
     """Return A of all patches of all images in the first step, times what a gradient moves in all steps."""
     feed = _fed(seen, images)

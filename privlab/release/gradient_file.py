@@ -256,7 +256,7 @@ def _content(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                 f"'{path}' is refused: it is a pickle, as torch.save writes it, and may hold code. "
                 "Write safetensors, with privlab.capture."
             ) from error
-        raise PrivlabError(f"'{path}' is no safetensors file, or is truncated ({error}).") from error
+        raise PrivlabError(f"'{path}' is not a safetensors file, or is truncated ({error}).") from error
 
 
 def _names(text: str) -> frozenset[str] | None:

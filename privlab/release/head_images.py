@@ -122,7 +122,7 @@ def told_images(head: nn.Linear, gradients: Mapping[str, Tensor], batch_size: in
     released = Head.of(head, gradients, batch_size)
     h, G = released.h, released.G
     if not h.any():
-        raise PrivlabError("The gradient of the head's bias is zero: it tells no image. Give the gradient of a step.")
+        raise PrivlabError("The gradient of the head's bias is zero: it shows no image. Give the gradient of a step.")
     if batch_size == 1:
         return HeadImages(h.argmin()[None], h[None], (h @ G / h.square().sum())[None])
     found = find_images(released)

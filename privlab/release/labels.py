@@ -257,7 +257,7 @@ def labels_of_update(seen: Observation) -> Told:
         f"smoothed labels. Or else {_BINARY}"
     )
     if client.optimiser != "sgd" and len(labels) > max(B, _MOST_RISING * classes):
-        return Told((), (), remark=f"{remark} Which of them are labels is not told.")
+        return Told((), (), remark=f"{remark} Which of them are labels is not known.")
     return Told(labels, labels, remark=remark)
 
 

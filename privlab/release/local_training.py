@@ -112,7 +112,7 @@ def run_client(
 
 
 def update_on(
-    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "b y"]
+    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], target: int | Float[Tensor, "z y"]
 ) -> dict[str, Float[Tensor, "..."]]:
     """Return −(θ_T − θ_0) of a client that trains on these images: what reconstructions would make of its settings.
 
@@ -283,7 +283,7 @@ def as_gradients(seen: Observation) -> Observation:
     """
     client = seen.client
     if client is None or (factor := client.gradient_factor) is None:
-        raise PrivlabError(f"These updates are no gradients of one step. Found {client}.")
+        raise PrivlabError(f"These updates are not gradients of one step. Found {client}.")
     moved = [undecayed(seen.model, one, client) for one in each_release(seen)]
     gradients = {name: (torch.stack([one[name] for one in moved]) / factor).to(u) for name, u in seen.gradients.items()}
     return replace(seen, gradients=gradients, grants=seen.grants - {Capability.CLIENT_UPDATE}, client=None)

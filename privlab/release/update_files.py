@@ -19,6 +19,7 @@ from privlab.victims import VictimModel, by_order, check_floats, from_any_layout
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 """The number formats in half precision, and what `Client.sent_as` calls them."""
 
+_HEAD = ("head.weight", "head.bias")
 _FEW = 3  # the most parameters that are listed as those which did not move
 
 
@@ -136,10 +137,12 @@ def _that_moved(
     rest = [name for name in every if name not in moved]
     what = f"all but {', '.join(rest)}" if len(rest) <= _FEW else _listed(_set_of(moved, every))
     said = f"{source}: {len(moved)} of {len(every)} parameters moved ({what})"
-    if client.trains == "all":
-        said += ", and the client is taken to have trained these alone."
-    else:
+    if client.trains != "all":
         said += f", which contradicts client.trains={client.trains}. The audit goes on with what moved."
+    elif client.total_steps == 1 and moved <= {*_HEAD} and not model.vit.get_parameter(_HEAD[0]).any():
+        said += ": the head's weights were zero before, and one step gives nothing else a gradient then."
+    else:
+        said += ", and the client is taken to have trained these alone."
     warn(said + _low_rank(model, client, update, moved))
     return found
 

@@ -114,7 +114,7 @@ def to_markdown_text(results: Results) -> str:
         PrivlabError: if the run is not an audit.
     """
     if not (sections := evidence_of(results)):
-        raise PrivlabError(f"'{results.path}' is no audit. The evidence is of what `privlab audit` wrote.")
+        raise PrivlabError(f"'{results.path}' is not an audit. The evidence page shows what `privlab audit` wrote.")
     environment = Environment(
         loader=PackageLoader("privlab.report", "page"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -279,7 +279,7 @@ def _left_out(declared: AttackDeclarations, adversary: Adversary, tried: Sequenc
 def _threat_model(kind: str, tried: Sequence[str]) -> str:
     """Return the letter of the threat model, by what the attacks that ran were granted."""
     if kind == "features":
-        return "The letters of Carletti et al. (2025) are of gradients and updates: features have none."
+        return "The letters of Carletti et al. (2025) name gradients and updates: features have none."
     public = any(Capability.AUXILIARY_IMAGES in attacks()[name].requires for name in tried if name in attacks())
     letter = "D" if public else {"update": "C"}.get(kind, "B")
     return (

@@ -1,6 +1,6 @@
 """What an audit runs: what was released is read from disk, and the private images are mostly unknown.
 
-An audit writes the directory that every other run writes, so its records, `run.json` and images are read alike.
+An audit writes the directory that every other run writes, so its records, `run.json` and images are read the same way.
 """
 
 import hashlib

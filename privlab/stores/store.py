@@ -63,7 +63,7 @@ class Store:
             str(self.path).encode()
         except UnicodeEncodeError:
             name = os.fsencode(self.path).decode("ascii", "backslashreplace")
-            raise PrivlabError(f"'{name}' is no text in this locale, as the directory of a run must be.") from None
+            raise PrivlabError(f"'{name}' is not a text in this locale, as the directory of a run must be.") from None
 
     @property
     def records(self) -> Path:
@@ -132,7 +132,7 @@ def _sound(parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.Table]:
 
 
 def _warn_of(file: Path, reason: str) -> None:
-    warn(f"{file.name} is no part of a store ({reason}): left out.")
+    warn(f"{file.name} is not a part of a store ({reason}): left out.")
 
 
 def part_frame(table: pa.Table) -> "pd.DataFrame":

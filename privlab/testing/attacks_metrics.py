@@ -136,7 +136,7 @@ def check_metric(metric: Metric) -> tuple[Check, ...]:
 def _missing_declarations(name: str, kind: type[Any]) -> Iterator[str]:
     """Yield what an attack's class lacks, or says in another type."""
     if not is_dataclass(kind):
-        yield "it is no dataclass"
+        yield "it is not a dataclass"
         return
     hints = get_type_hints(AttackDeclarations).items()
     optional = {attribute: get_origin(hint) or hint for attribute, hint in hints}
@@ -242,7 +242,7 @@ def _check_metric(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) 
         sign = 1 if metric.arrow == "↑" else -1
         leaks = sign * values
         worse = int((leaks[2:] > leaks[:2].min()).sum())
-        yield Check("direction", float(worse), 0.0, "pairs that leak more than an image beside itself")
+        yield Check("direction", float(worse), 0.0, "pairs that leak more than an image and itself")
     alone = torch.cat([function(a[None], b[None]) for a, b in zip(x, y, strict=True)])
     same = torch.where(alone == values, 0.0, (alone - values).abs())  # infinite ones too
     limit = 1e-6 * float(values[values.isfinite()].abs().max()) if values.isfinite().any() else 0.0

@@ -217,7 +217,7 @@ class Client:
             )
         of_sgd = {"momentum": self.momentum, "dampening": self.dampening, "nesterov": self.nesterov}
         if self.optimiser != "sgd" and (used := [f"client.{key}={value}" for key, value in of_sgd.items() if value]):
-            raise PrivlabError(f"{', '.join(used)} is of sgd alone. Found client.optimiser={self.optimiser}.")
+            raise PrivlabError(f"{', '.join(used)} needs sgd. Found client.optimiser={self.optimiser}.")
 
         if self.fuses and self.images > self.batch_size:
             raise PrivlabError(
@@ -226,9 +226,9 @@ class Client:
                 f"Found {self.images} and {self.batch_size}."
             )
         if self.rank != type(self).rank and self.trains not in ("lora", "adapters"):
-            raise PrivlabError(f"client.rank={self.rank} is of lora and adapters. Found client.trains={self.trains}.")
+            raise PrivlabError(f"client.rank={self.rank} needs lora or adapters. Found client.trains={self.trains}.")
         if self.prompts != type(self).prompts and self.trains != "prompts":
-            raise PrivlabError(f"client.prompts={self.prompts} is of prompts alone. Found client.trains={self.trains}.")
+            raise PrivlabError(f"client.prompts={self.prompts} needs prompts. Found client.trains={self.trains}.")
         for name, losses in _SETTINGS_OF_LOSSES.items():
             value = getattr(self, name)
             if value != getattr(type(self), name) and self.loss not in losses:

@@ -82,7 +82,7 @@ def why_no_plain_block(model: VictimModel) -> str | None:
     parts = dict(block.named_children())
     kind = f"the first block, {type(block).__name__},"
     if not {"norm1", "attn", "norm2", "mlp"} <= parts.keys():
-        return f"{kind} is no attention followed by an MLP"
+        return f"{kind} is not attention followed by an MLP"
     mlp, attn = parts["mlp"], parts["attn"]
     if type(mlp) is not Mlp or not isinstance(mlp.norm, nn.Identity):
         return f"{kind} has the MLP {type(mlp).__name__}, which is more than two layers with an activation between"

@@ -179,10 +179,11 @@ def choose(content: object, source: str, wanted: str | None = None) -> tuple[Sta
         if not names:
             check_name(f"entry of {source}", wanted, [*found])
     entry, prefix, state = found[names[0]]
-    told = [f"the entry '{entry}'"] if entry not in ("", "state_dict", "model") else []
     own_training = prefix.endswith("vit.") and kind_of(state) is None  # its wrapper goes without saying
-    if _WRAPPERS.sub("", prefix) and not own_training:
-        told.append(f"the tensors whose names begin with '{prefix}'")
+    is_wrapped = _WRAPPERS.sub("", prefix) and not own_training
+    told = [f"the tensors whose names begin with '{prefix}'"] if is_wrapped else []
+    if entry and (told or entry not in ("state_dict", "model")):
+        told = [f"the entry '{entry}'", *told]
     if len(found) > 1:
         others = ", ".join(f"#{name}" for name in found if name != names[0])
         told = [f"'{names[0]}'; the file also holds other weights (add to its name {others})"]

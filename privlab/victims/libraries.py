@@ -113,7 +113,7 @@ def as_timm(model: nn.Module) -> VisionTransformer:
     vit = _build(kind, state, config)
     if odd := misfits(state, vit.state_dict()):
         raise PrivlabError(
-            f"{name} is no ViT of one classifier on pooled tokens, as timm has it. Found {odd}: give "
+            f"{name} is not a ViT of one classifier on pooled tokens, as timm has it. Found {odd}: give "
             f"the model without its head, such as {name.split('For')[0]}Model."
         )
     vit.load_state_dict(state)

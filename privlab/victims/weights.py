@@ -201,7 +201,7 @@ def _content(path: Path) -> object:
         raise
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+\.\w+)", str(error))
-        holds = f"it holds {named[1]}" if named else "it holds code or is no torch file"
+        holds = f"it holds {named[1]}" if named else "it holds code or is not a torch file"
         raise PrivlabError(
             f"'{path}' is refused: {holds}, and privlab reads tensors only. Save its state_dict as safetensors."
         ) from error
@@ -346,7 +346,7 @@ def warn_of_integers(names: Collection[str], source: str) -> None:
 
 
 def _shape_of_vit(state: State) -> tuple[int, int] | None:
-    """Return the width and the depth of a ViT's weights; None where they are no ViT's."""
+    """Return the width and the depth of a ViT's weights; None where they are not a ViT's."""
     proj = state.get("patch_embed.proj.weight")
     blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
     return (proj.shape[0], len(blocks)) if proj is not None and proj.dim() == 4 and blocks else None

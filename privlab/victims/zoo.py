@@ -37,7 +37,7 @@ NOT_ATTACKED = (
     *("cifar_vit_idx", "vit_ti_idx", "deit_ti_idx", "deit_s_idx"),
     *("cifar_vit_relpos", "vit_ti_relpos", "vit_s_relpos", "vit_b_relpos"),
 )
-"""The classifiers that `privlab.experiments` trains and evaluates, which are no plain ViTs."""
+"""The classifiers that `privlab.experiments` trains and evaluates, which are not plain ViTs."""
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ MISTAKES = {
         "Found client.weight_decay=unknown: state the likeliest value",
     ),
     "both": (("--client", "sgd", "--set", "client.steps=2", "--set", "client.epochs=1"), "give one of them"),
-    "adam's momentum": (("--client", "adam", "--set", "client.momentum=0.9"), "client.momentum=0.9 is of sgd alone."),
+    "adam's momentum": (("--client", "adam", "--set", "client.momentum=0.9"), "client.momentum=0.9 needs sgd."),
     "no client": (("--release", "update"), "An update is released by a client. Found release 'update' and no client"),
     "option alone": (("--set", "client.lr=1"), "An update is released by a client. Found client.lr=1 and no client"),
     "other release": (("--client", "sgd", "--release", "features"), "A client releases its update. Found --release"),

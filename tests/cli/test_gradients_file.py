@@ -319,7 +319,7 @@ def test_several_labels_of_one_image_are_those_of_a_mixed_one_or_of_a_batch(
 def test_a_truncated_file_is_one_line(audit: Callable[..., Any], step: Callable[..., Path], kept: int) -> None:
     path = step()
     path.write_bytes(path.read_bytes()[:kept])
-    assert "is no safetensors file, or is truncated" in audit(path).error
+    assert "is not a safetensors file, or is truncated" in audit(path).error
 
 
 def test_a_pickle_is_never_opened(audit: Callable[..., Any], state: State, tmp_path: Path) -> None:

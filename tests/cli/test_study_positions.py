@@ -131,7 +131,7 @@ def test_pictures_without_labels_have_no_probe(
     ("options", "message"),
     [
         (("--predictor", "nowhere"), "No position predictor at 'nowhere'."),
-        (("--predictor", "cifar_vit"), "is no position predictor"),
+        (("--predictor", "cifar_vit"), "is not a position predictor"),
         (("--images", "nowhere"), "No file or folder 'nowhere'."),
         (("--train-split", "there"), "for split 'there'"),
     ],

@@ -315,6 +315,17 @@ def test_a_client_that_trains_in_part_is_audited(
     assert "no attack ran on this file, which is no evidence of privacy" in told["flags"]
 
 
+def test_a_head_of_zeros_is_the_reason_why_nothing_else_moved(
+    audit: Callable[..., Any], state: State, tmp_path: Path
+) -> None:
+    """Torchvision's ViT begins so: what trains is not known then, and the head shows the label all the same."""
+    state = state | {"head.weight": torch.zeros_like(state["head.weight"])}
+    files = one_step(state, tmp_path, lambda logits: F.cross_entropy(logits, torch.tensor([7])))
+    said = audit(files, "--set", "client.lr=0.001", "--json", stated=()).json
+    assert said["labels"] == [7]
+    assert "2 of 152 parameters moved (head): the head's weights were zero before" in said["warnings"][0]
+
+
 ALL = ("--defense", "percentile-privacy", "--set", "percentile-privacy.percentile=100")
 """A filter that keeps the largest entry alone."""
 

@@ -396,7 +396,7 @@ def test_files_that_are_no_predictors(tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match="No position predictor at"):
         load_predictor(path)
     path.write_bytes(b"nothing of the kind")
-    with pytest.raises(PrivlabError, match="is no position predictor"):
+    with pytest.raises(PrivlabError, match="is not a position predictor"):
         load_predictor(path)
     save_file({"a": torch.zeros(2)}, path)
     with pytest.raises(PrivlabError, match="such as the predictor"):
@@ -406,7 +406,7 @@ def test_files_that_are_no_predictors(tmp_path: Path) -> None:
     facts |= {"num_heads": 2, "mlp_ratio": 4.0, "mean": [0.5] * 3, "std": [0.5] * 3, "decoder": {}}
     for change in ({"predictor": "mp4"}, {"embed_dim": 64}, {"depth": "two"}, {"decoder": {"width": 8}}):
         save_file(predictor.tensors(), path, {"privlab": json.dumps(facts | change)})
-        with pytest.raises(PrivlabError, match="is no position predictor") as error:
+        with pytest.raises(PrivlabError, match="is not a position predictor") as error:
             load_predictor(path)
         assert "\n" not in str(error.value)
     save_file(predictor.tensors(), path, {"privlab": json.dumps(facts)})

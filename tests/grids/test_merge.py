@@ -148,7 +148,7 @@ def test_merge_sets_aside_what_is_torn(store: Callable[..., Path], tmp_path: Pat
     one = store("one", row(0), row(1))
     part = Store(one).parts()[0]
     part.write_bytes(part.read_bytes()[:50])
-    with pytest.warns(PrivlabWarning, match=f"^{part.name} is no part of a store"):  # noqa: PT031
+    with pytest.warns(PrivlabWarning, match=f"^{part.name} is not a part of a store"):  # noqa: PT031
         merge(tmp_path / "all", [one])
         assert Store(tmp_path / "all").frame().image.tolist() == ["1.png"]
     assert part.stat().st_size == 50

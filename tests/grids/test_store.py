@@ -183,13 +183,13 @@ def test_spoiled_part_is_left_out_and_stays(store: Store, name: str, columns: li
     bad = store.parts()[1]
     SPOILED[name](bad)
     content = bad.read_bytes()
-    with pytest.warns(PrivlabWarning, match=rf"^{bad.name} is no part of a store \(.*\): left out\.$") as said:
+    with pytest.warns(PrivlabWarning, match=rf"^{bad.name} is not a part of a store \(.*\): left out\.$") as said:
         found = store.read(columns)
     assert [str(warning.message).count("\n") for warning in said] == [0]
     assert found["image"].to_pylist() == ["0.png", "2.png"]
     assert bad.read_bytes() == content
     store.add(table(row(1)))
-    with pytest.warns(PrivlabWarning, match=f"^{bad.name} is no part of a store"):
+    with pytest.warns(PrivlabWarning, match=f"^{bad.name} is not a part of a store"):
         assert len(store.frame()) == 3
 
 
@@ -198,7 +198,7 @@ def test_file_of_another_name_is_left_where_it_is(store: Store, name: str) -> No
     store.add(table(row(1)))
     (store.records / name).write_bytes(b"mine")
     (store.records / ".tmp-12345678-part-000001-x.parquet").write_bytes(b"half of a part")  # another process is at it
-    with pytest.warns(PrivlabWarning, match=f"^{name} is no part of a store"):
+    with pytest.warns(PrivlabWarning, match=f"^{name} is not a part of a store"):
         assert images(store) == ["1.png"]
     assert (store.records / name).read_bytes() == b"mine"
     assert len(list(store.records.iterdir())) == 3
@@ -209,7 +209,7 @@ def test_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     part.parent.mkdir()
     foreign(part)
     before = part.read_bytes()
-    with pytest.warns(PrivlabWarning, match=f"^{part.name} is no part of a store .*: left out.$"):
+    with pytest.warns(PrivlabWarning, match=f"^{part.name} is not a part of a store .*: left out.$"):
         assert len(Store(tmp_path).read()) == 0
     assert part.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records"]

@@ -86,7 +86,7 @@ def test_check_of_a_store_that_was_spoiled(cli: Any, run: Path) -> None:
     rows.assign(psnr=rows.psnr / 2).to_parquet(run / "records" / "part-000099-x.parquet", index=False)
     said = cli("store", "check", run)
     assert said.status == 2
-    assert said.err.splitlines()[0].startswith(f"Warning: {part.name} is no part of a store (")
+    assert said.err.splitlines()[0].startswith(f"Warning: {part.name} is not a part of a store (")
     assert len(said.err.splitlines()) == 1
     lines = said.out.splitlines()
     assert lines[0] == f"{ROWS - 6} records (0 failed) in 7 parts of {ROWS} rows; 10 cells, 3 images"
@@ -99,9 +99,10 @@ def test_run_goes_on_after_a_part_was_spoiled(cli: Any, made: Any, run: Path, sa
     part = torn(run)
     said = cli("table", made[0], "--out", run, "--device", "cpu")
     assert said.status == 0
-    assert sum(line.startswith(f"Warning: {part.name} is no part of a store (") for line in said.err.splitlines()) == 1
+    start = f"Warning: {part.name} is not a part of a store ("
+    assert sum(line.startswith(start) for line in said.err.splitlines()) == 1
     same(run, made[1])
-    with pytest.warns(PrivlabWarning, match="is no part of a store"):
+    with pytest.warns(PrivlabWarning, match="is not a part of a store"):
         assert len(Store(run).read()) == ROWS
     assert part.exists()
 
@@ -226,7 +227,7 @@ def test_report_of_a_spoiled_store(cli: Any, run: Path) -> None:
     part = torn(run)
     said = cli("report", run)
     assert said.status == 0
-    assert said.err.startswith(f"Warning: {part.name} is no part of a store (")
+    assert said.err.startswith(f"Warning: {part.name} is not a part of a store (")
 
 
 # Mistakes

@@ -110,6 +110,6 @@ def test_the_reference_of_an_audit_is_left_out_of_its_control(tmp_path: Path, sm
         image.save(tmp_path / "copy.bmp")
     named = tuple(str(tmp_path / name) for name in ("0.png", "1.png", "2.png"))
     specification = specify(model=("tiny",), metrics=("psnr",), public=named)
-    scorer = ReferenceScorer.of(tmp_path / "copy.bmp", specification, small())
+    scorer = ReferenceScorer.of(tmp_path / "copy.bmp", specification, small(), 1)
     assert len(scorer.public) == 2
-    assert not (scorer.public == scorer.image).flatten(1).all(1).any()
+    assert not (scorer.public == scorer.images).flatten(1).all(1).any()

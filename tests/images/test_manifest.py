@@ -317,7 +317,7 @@ def test_line_that_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"name,sha256\n", "The manifest '{}' names no photograph. Give one or more, each in a line of its own."),
+        (b"name,sha256\n", "The manifest '{}' names no photograph. Give one or more, each in a separate line."),
         ("name,sha256\né,\n".encode("latin-1"), "Cannot read the manifest '{}': 'utf-8' codec can't decode byte"),
         (b"\x89PNG\r\n\x1a\n\x00\x00", "Cannot read the manifest '{}': 'utf-8' codec can't decode byte"),
         (b'name,sha256\n"x,abc\n', "Cannot read the manifest '{}': unexpected end of data."),

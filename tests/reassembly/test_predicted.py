@@ -159,7 +159,7 @@ def test_records_say_what_re_assembled(trained: dict[str, str]) -> None:
             "is a predictor of mp3. Use --reassembly mp3.",
         ),
         ({"reassembly": "mp3", "options": ("mp3.weights=OTHER",)}, "is for 8 × 8 patches of 4 × 4 pixels. Found 4 × 4"),
-        ({"reassembly": "mp3", "options": ("mp3.weights=TEXT",)}, "is no position predictor"),
+        ({"reassembly": "mp3", "options": ("mp3.weights=TEXT",)}, "is not a position predictor"),
     ],
 )
 def test_what_does_not_fit_is_refused(

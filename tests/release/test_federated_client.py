@@ -31,7 +31,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"momentum": 0.9, "dampening": 1.5}, r"client.dampening must be in \[0, 1\]. Found 1.5."),
     ({"nesterov": True}, r"client.nesterov needs client.momentum > 0 and client.dampening = 0. Found 0 and 0."),
     ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, r"Found 0.9 and 0.1."),
-    ({"optimiser": "adamw", "momentum": 0.9}, r"client.momentum=0.9 is of sgd alone. Found client.optimiser=adamw."),
+    ({"optimiser": "adamw", "momentum": 0.9}, r"client.momentum=0.9 needs sgd. Found client.optimiser=adamw."),
     ({"optimiser": "adam", "beta1": 1.0}, r"client.beta1 must be in \[0, 1\). Found 1."),
     ({"optimiser": "adam", "beta2": -0.1}, r"client.beta2 must be in \[0, 1\). Found -0.1."),
     ({"optimiser": "adam", "eps": 0.0}, r"client.eps must be a finite number > 0. Found 0."),

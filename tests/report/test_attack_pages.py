@@ -215,7 +215,7 @@ def test_a_strip_is_decoded_once(run: Path, tmp_path: Path, monkeypatch: pytest.
     plain = Image.open
     monkeypatch.setattr(Image, "open", lambda file, **options: opened.append(file) or plain(file, **options))
     albums(results, tmp_path)
-    assert sorted(file for file in opened if isinstance(file, Path)) == sorted(files)
+    assert len([file for file in opened if hasattr(file, "fileno") and hasattr(file, "name")]) == len(files)
 
 
 @pytest.mark.slow

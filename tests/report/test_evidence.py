@@ -115,7 +115,7 @@ def test_a_run_that_is_no_audit_has_none(page_results: Callable[..., Results], t
     assert evidence_of(results) == []
     run = Run(results.path)
     object.__setattr__(run, "results", results)
-    with pytest.raises(PrivlabError, match="is no audit"):
+    with pytest.raises(PrivlabError, match="is not an audit"):
         run.to_markdown(tmp_path / "evidence.md")
     assert [*tmp_path.iterdir()] == []
 

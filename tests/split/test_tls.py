@@ -162,8 +162,8 @@ FILES = {
         lambda f: ServerTls(f / "none", f / "good/server.key"),
         "Cannot read the TLS file '.*none': No such",
     ),
-    "no pair": (lambda f: ServerTls(f / "good/server.pem", f / "old/server.key"), "are no certificate with its key"),
-    "no PEM": (lambda f: ServerTls(f / "good/server.key", f / "good/server.key"), "are no certificate with its key"),
+    "no pair": (lambda f: ServerTls(f / "good/server.pem", f / "old/server.key"), "are not a certificate with its key"),
+    "no PEM": (lambda f: ServerTls(f / "good/server.key", f / "good/server.key"), "are not a certificate with its key"),
     "no authority": (
         lambda f: ServerTls(f / "good/server.pem", f / "good/server.key", f / "good/client.key"),
         "holds no certificate in PEM",
@@ -172,7 +172,7 @@ FILES = {
     "no key": (lambda f: ClientTls(f / "good/ca.pem", f / "good/client.pem"), "give both --tls-cert and --tls-key"),
     "another key": (
         lambda f: ClientTls(f / "good/ca.pem", f / "good/client.pem", f / "old/client.key"),
-        "are no certificate with its key",
+        "are not a certificate with its key",
     ),
 }
 

@@ -81,7 +81,7 @@ def safetensors(_: State, after: State, folder: Path) -> Path:
 
 def arrays(*, named: bool) -> Write:
     def write(_: State, after: State, folder: Path) -> Path:
-        values = {name: tensor.numpy() for name, tensor in after.items()}
+        values: dict[str, Any] = {name: tensor.numpy() for name, tensor in after.items()}
         np.savez(
             folder / "a.npz", **(values if named else {f"arr_{i}": each for i, each in enumerate(values.values())})
         )
@@ -139,9 +139,12 @@ def adapters(before: State, after: State, folder: Path) -> Path:
     return folder
 
 
-def difference(before: State, after: State, folder: Path) -> Path:
-    torch.save({name: (after[name] - before[name]).half() for name in after}, folder / "a.pth")
-    return folder / "a.pth"
+def difference(number: torch.dtype) -> Write:
+    def write(before: State, after: State, folder: Path) -> Path:
+        torch.save({name: (after[name] - before[name]).to(number) for name in after}, folder / "a.pth")
+        return folder / "a.pth"
+
+    return write
 
 
 def lightning(state: State) -> object:
@@ -196,7 +199,20 @@ ROWS = [
         pth(lambda state: prefixed(state, "module.model.backbone.")),
         "module.model.backbone.",
     ),
-    Row("Lightning's checkpoint", BOTH, "its `state_dict`, below the module's prefix", pth(lightning), "model."),
+    Row(
+        *("a state dict in half precision", BOTH, "read; its rounding is stated, and counts"),
+        *(pth(lambda state: {name: tensor.half() for name, tensor in state.items()}), "sent_as=fp16"),
+        tolerance=1e-3,
+    ),
+    Row(
+        *("an entry of any name (`model_state_dict`)", EVERY, "read; the entry is stated"),
+        pth(lambda s: {"epoch": 2, "model_state_dict": s, "optimizer_state_dict": {"state": other(s)}}),
+        "the entry 'model_state_dict'",
+    ),
+    Row(
+        *("Lightning's checkpoint", BOTH, "its `state_dict`, below the module's prefix; both are stated"),
+        *(pth(lightning), "the entry 'state_dict' and .* 'model\\."),
+    ),
     Row(
         *("Lightning's checkpoint with averaged weights", BOTH, "`current_model_state`, or `#state_dict`, the average"),
         pth(lambda state: {"state_dict": other(state), "current_model_state": state}),
@@ -236,8 +252,12 @@ ROWS = [
     Row("`.npz` by name", BOTH, "read", arrays(named=True)),
     Row("`.npz` without names, as Flower sends it", "timm", "in the model's order", arrays(named=False)),
     Row(
+        *("a difference in the place of AFTER", BOTH, "added to the weights before, which is stated"),
+        *(difference(torch.float32), "read as the difference"),
+    ),
+    Row(
         *("a difference in half precision (NVFlare's DIFF)", BOTH, "added to the weights before; both are stated"),
-        *(difference, "sent_as=fp16"),
+        *(difference(torch.float16), "sent_as=fp16"),
         tolerance=1e-4,
     ),
     Row(

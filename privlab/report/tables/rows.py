@@ -211,7 +211,7 @@ def _papers_attack(results: "Results", case: int) -> str | None:
     """Return the attack that the paper of a case's defense reports.
 
     An experiment names it for all its cases. A run has it where nothing is defended, and for the defenses of its paper:
-    `april` is no attack of a paper on a defense of your own.
+    `april` does not belong to a paper on a defense of your own.
     """
     attack = results.layout.paper_attack
     defense = str(results.cases[case].options.get("defense", "none"))

@@ -189,7 +189,7 @@ class Remote:
         try:
             reply = Reply.FromString(data)
         except DecodeError:
-            raise PrivlabError(f"The server's {len(data)} bytes are no reply of split learning.") from None
+            raise PrivlabError(f"The server's {len(data)} bytes are not a reply of split learning.") from None
         self.durable = reply.durable
         return reply
 

@@ -65,7 +65,7 @@ def read(path: Path, *, only_facts: bool = False) -> tuple[dict[str, Tensor], di
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise PrivlabError(f"'{path}' is no checkpoint of split learning: expected format {_FORMAT}.")
+                raise PrivlabError(f"'{path}' is not a checkpoint of split learning: expected format {_FORMAT}.")
             names = [] if only_facts else file.keys()
             facts = parse_json(metadata["facts"], "what it states")
             return {name: file.get_tensor(name) for name in names}, facts

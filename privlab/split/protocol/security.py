@@ -161,7 +161,7 @@ def _key_and_certificate(key: Path, cert: Path) -> tuple[bytes, bytes]:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise PrivlabError(f"'{cert}' and '{key}' are no certificate with its key, in PEM: {reason}.") from error
+        raise PrivlabError(f"'{cert}' and '{key}' are not a certificate with its key, in PEM: {reason}.") from error
     return pair
 
 

@@ -42,8 +42,8 @@ def unpack(data: bytes, name: str, contract: Contract) -> Float[Tensor, "b t d"]
         contract: the terms: b ≤ max_batch, t ≤ max_tokens, d and the type.
 
     Raises:
-        Refusal: if the bytes are no such tensor, its name, type or shape violates the contract, or a number is NaN or
-            infinite.
+        Refusal: if the bytes are not such a tensor, its name, type or shape violates the contract, or a number is NaN
+            or infinite.
     """
     tensor = _read(data, [name], contract.torch_dtype)[name]
     most = (contract.max_batch, contract.max_tokens, contract.width)
@@ -85,7 +85,7 @@ def _read(data: bytes, names: Collection[str], dtype: torch.dtype) -> dict[str, 
     try:
         found = load(data)
     except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError: a type that torch lacks
-        raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no safetensors: {error}.") from None
+        raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are not safetensors: {error}.") from None
     if found.keys() != set(names):
         wanted, theirs = (first((name[:40] for name in sorted(each)), 4) for each in (names, found))
         raise Refusal("INVALID_ARGUMENT", f"The tensors must be {wanted}. Found {theirs or 'none'}.")

@@ -214,7 +214,7 @@ class Server:
         try:
             return Request.FromString(data)
         except DecodeError:
-            raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no request of split learning.") from None
+            raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are not a request of split learning.") from None
 
     def _wait(self, inbox: Inbox, live: Live | None) -> bytes | None:
         silent_since = now = time.monotonic()
