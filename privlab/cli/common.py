@@ -165,7 +165,8 @@ def reserved(out: Path | None, what: Sequence[str]) -> Iterator[Path]:
     if out is not None:
         yield out
         return
-    name = "-".join(Path(each).absolute().name for each in what).replace(":", "_")[:80]
+    words = [each if each.startswith("timm:") else Path(each).absolute().name for each in what]  # not a whole path
+    name = "-".join(words).replace(":", "_").replace("/", "_")[:80]
     stem = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{name}")
     try:
         path = _first_free(stem)

@@ -4,7 +4,7 @@ A defense's algorithm is public, so the adversary runs it under its own draws. I
 patches went, and how far two releases of one image differ.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache, reduce
 from itertools import islice
@@ -127,18 +127,20 @@ def measure_effects(model: VictimModel, part: AnyDefense) -> Effects:
     Raises:
         PrivlabError: if it does not run.
     """
+    measure: Callable[..., Effects] = _on_images
+    method = "__call__(images, patch, draws) must return a Feed"
+    if isinstance(part, GradientDefense):
+        measure, method = _on_gradients, "release(gradients, draws) must return gradients by name"
+    elif isinstance(part, FeatureDefense):
+        measure, method = _on_features, "send(sent, draws) must return Sent"
     try:
         with torch.no_grad(), full_precision(), torch.random.fork_rng(devices=[]):
-            if isinstance(part, GradientDefense):
-                return _on_gradients(model, part)
-            if isinstance(part, FeatureDefense):
-                return _on_features(model, part)
-            return _on_images(model, part)
+            return measure(model, part)
     except PrivlabError:
         raise
     except Exception as error:
         raise PrivlabError(
-            f"Defense '{part.name}' does not run: {foreign_error(error, type(part).__module__)}"
+            f"Defense '{part.name}' does not run: {foreign_error(error, type(part).__module__)}. {method}."
         ) from error
 
 

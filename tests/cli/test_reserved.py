@@ -52,6 +52,8 @@ def test_runs_that_start_in_one_second_have_directories_of_their_own() -> None:
     with reserved(Path("other"), what) as named:
         assert named == Path("other")
     assert not named.exists()
+    with reserved(None, ["/home/me/checkpoint-5", "update"]) as folder:
+        assert folder.name == "20260102-030405-checkpoint-5-update"
 
 
 def test_a_place_where_no_directory_can_be_made_is_one_line(tmp_path: Path) -> None:

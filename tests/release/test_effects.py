@@ -239,6 +239,23 @@ def test_what_is_declared_must_be_effects(tiny_model: Make) -> None:
         effects_of(tiny_model(), [Told()])
 
 
+@dataclass(frozen=True)
+class Pixels:
+    """A defense that returns images where a Feed is wanted."""
+
+    name: ClassVar[str] = "pixels"
+    paper: ClassVar[str] = ""
+
+    def __call__(self, images: Tensor, patch: int, draws: Any) -> Any:
+        """Return the images."""
+        return images
+
+
+def test_a_defense_that_does_not_run_is_given_what_its_method_must_be(tiny_model: Make) -> None:
+    with pytest.raises(PrivlabError, match=r"__call__\(images, patch, draws\) must return a Feed"):
+        measure_effects(tiny_model(), Pixels())
+
+
 def test_measuring_leaves_the_global_generator_alone(tiny_model: Make) -> None:
     state = torch.get_rng_state()
     measure_effects(tiny_model(), Odd("noise"))
