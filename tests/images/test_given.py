@@ -127,7 +127,11 @@ def test_soft_labels_are_attacked() -> None:
         (iter([]), None, "At least one of images"),
         (X - 1, None, "images.*Of image 0: Found values outside"),
         (X * torch.nan, None, "images.*Of image 0: Found a value that is not finite"),
-        (DataLoader(TensorDataset(X * 4 - 2, torch.arange(4))), None, "images.*Of image 0.*normalises by itself"),
+        (
+            DataLoader(TensorDataset(X * 4 - 2, torch.arange(4))),
+            None,
+            "images.*Of image 0.*normalises its images itself",
+        ),
         (TensorDataset(X * 255, torch.arange(4)), None, "images.*divide by 255"),
     ],
 )

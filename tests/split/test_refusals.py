@@ -109,14 +109,14 @@ def with_one(value: float) -> Tensor:
 
 
 BAD_TENSORS = {
-    "empty": (b"", "no safetensors"),
-    "random": (bytes(range(256)), "no safetensors"),
-    "truncated": (pack("features", FEATURES)[:-1], "no safetensors"),
-    "longer": (pack("features", FEATURES) + b"\0", "no safetensors"),
-    "huge header": (struct.pack("<Q", 2**63) + b"{}", "no safetensors"),
+    "empty": (b"", "not safetensors"),
+    "random": (bytes(range(256)), "not safetensors"),
+    "truncated": (pack("features", FEATURES)[:-1], "not safetensors"),
+    "longer": (pack("features", FEATURES) + b"\0", "not safetensors"),
+    "huge header": (struct.pack("<Q", 2**63) + b"{}", "not safetensors"),
     "overflow": (
         raw({"features": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 0]}}),
-        "no safetensors",
+        "not safetensors",
     ),
     "not a number": (pack("features", with_one(torch.nan)), "NaN or infinity"),
     "infinity": (pack("features", with_one(-torch.inf)), "NaN or infinity"),
@@ -205,12 +205,12 @@ def test_an_oversized_message_is_refused_before_it_is_read(small: Server, stream
 @pytest.mark.parametrize(
     ("messages", "status", "says"),
     [
-        ([b"\xff\xff\xff"], "INVALID_ARGUMENT", "The 3 bytes are no request"),
+        ([b"\xff\xff\xff"], "INVALID_ARGUMENT", "The 3 bytes are not a request"),
         ([b""], "FAILED_PRECONDITION", "A stream begins with open. Found 'None'"),
         ([forward(b"")], "FAILED_PRECONDITION", "A stream begins with open. Found 'forward'"),
         (["open", "open"], "INVALID_ARGUMENT", "Expected forward, backward, infer or save. Found 'open'"),
         (["open", b""], "INVALID_ARGUMENT", "Expected forward, backward, infer or save. Found 'None'"),
-        (["open", b"\x08\x80"], "INVALID_ARGUMENT", "The 2 bytes are no request"),
+        (["open", b"\x08\x80"], "INVALID_ARGUMENT", "The 2 bytes are not a request"),
         (["open", forward(pack("features", FEATURES), 2)], "FAILED_PRECONDITION", "Step 1 is due. Found a forward of"),
         (["open", backward(pack("gradient", FEATURES))], "FAILED_PRECONDITION", "Step 1 has no forward"),
         (["open", Request(weights=b"x").SerializeToString()], "FAILED_PRECONDITION", "No weights are expected"),
@@ -233,7 +233,7 @@ def weights(tiny: Any, **changes: Tensor) -> dict[str, Tensor]:
     ("parts", "status", "says"),
     [
         (lambda w: [forward(pack("features", FEATURES))], "FAILED_PRECONDITION", "promises T's initial weights first"),
-        (lambda w: [b"x" * 100, b""], "INVALID_ARGUMENT", "no safetensors"),
+        (lambda w: [b"x" * 100, b""], "INVALID_ARGUMENT", "not safetensors"),
         (lambda w: [b"x" * 200_000] * 7, "INVALID_ARGUMENT", "T's initial weights take at most"),
         (lambda w: [pack_state({NORM: w[NORM]}), b""], "INVALID_ARGUMENT", "must be"),
         (lambda w: [pack_state(w | {NORM: torch.ones(31)}), b""], "INVALID_ARGUMENT", "(32,). Found (31,)"),
