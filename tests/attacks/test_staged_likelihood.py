@@ -10,7 +10,6 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradientAdaptive, StagedLikelihood
-from privlab.attacks.published import staged_likelihood
 from privlab.attacks.published.staged_likelihood import _Gram, _Stage, _stages
 from privlab.attacks.solvers import Likelihood, Smoothness, photograph_gradients
 from privlab.base import PrivlabError, draw_for
@@ -95,25 +94,6 @@ def test_a_stage_begins_with_the_gradient_that_explains_the_image(
     point = stage.start(rows_of(model, images), 200)
     true = behind(model, images, blocks) / stage.size
     assert (point.Δ - true * stage.heard).norm() < 0.05 * true.norm()
-
-
-def test_a_step_goes_down_the_slope_of_the_objective(
-    tiny_model: Make, images: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What conjugate gradients solve for is minus half the slope, in which each prior counts as the objective says."""
-    model, asked = tiny_model(), list[Tensor]()
-    stage = stage_of(under(model, images, GradientNoise(multiplier=0.1)), 1)
-    point = stage.start(0.9 * rows_of(model, images), 20)
-
-    def solve(product: object, wanted: Tensor, *rest: object) -> Tensor:
-        asked.append(wanted)
-        return torch.zeros_like(wanted)
-
-    monkeypatch.setattr(staged_likelihood, "conjugate_gradients", solve)
-    *_, T = stage._direction(point, 1, Generator().manual_seed(0))
-    X, Δ = point.X.clone().requires_grad_(), point.Δ.clone().requires_grad_()
-    slopes = torch.autograd.grad(stage._objective(X, Δ, T).sum(), (X, Δ))
-    assert_close(asked[0][:, 0], -torch.cat([each.flatten(1) for each in slopes], 1) / 2)
 
 
 def test_an_entry_that_is_missing_counts_beyond_its_interval_alone(tiny_model: Make, images: Tensor) -> None:
