@@ -7,7 +7,6 @@ same inversion makes of the client's rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from privlab.attacks.decoders.networks import Residual, silent
 from privlab.attacks.decoders.training import Pairs
 from privlab.attacks.features.map_inversion import MapInversion
 from privlab.attacks.rows import effects
+from privlab.attacks.solvers import Scales
 from privlab.base import AtLeast1, check_range, draw_for
 from privlab.release import effects_of
 from privlab.threat import Capability, FeatureAttack, FeatureObservation, Reconstruction
@@ -127,7 +127,7 @@ IN_PLACE = 32
 SCALE = 4  # pixels in a pixel of the U-Net's coarsest scale
 
 
-class UNet(nn.Module):
+class UNet(Scales):
     """x ↦ x₁ + f(x): the first of several images of the same thing, corrected by convolutions at three scales.
 
     f begins at zero. Sides need not be multiples of the coarsest scale.
@@ -137,15 +137,9 @@ class UNet(nn.Module):
 
     def __init__(self, channels: int, images: int, width: int) -> None:
         super().__init__()
-        widths = (width, 2 * width, 4 * width)
-        pairs = list(pairwise(widths))
         self.channels = channels
         self.inwards = nn.Conv2d(channels * images, width, 3, padding=1)
-        self.before = nn.ModuleList(_residual(fine) for fine, _ in pairs)
-        self.down = nn.ModuleList(nn.Conv2d(fine, coarse, 2, 2) for fine, coarse in pairs)
-        self.coarsest = nn.Sequential(_residual(widths[-1]), _residual(widths[-1]))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, 2) for fine, coarse in pairs)
-        self.after = nn.ModuleList(nn.Sequential(_residual(fine), _residual(fine)) for fine, _ in pairs)
+        self.add_scales((width, 2 * width, 4 * width), _residual)
         self.outwards = silent(nn.Conv2d(width, channels, 3, padding=1))
 
     def forward(self, x: Float[Tensor, "b s h w"]) -> Float[Tensor, "b c h w"]:
@@ -153,15 +147,7 @@ class UNet(nn.Module):
         height, width = x.shape[2:]
         # Both sides are padded to multiples of the coarsest scale; the border's pixels are repeated.
         h = self.inwards(F.pad(x - 0.5, (0, -width % SCALE, 0, -height % SCALE), mode="replicate"))
-        finer = []
-        for before, down in zip(self.before, self.down, strict=True):
-            # Downwards: keep the map of this scale, then halve its sides and double its channels.
-            finer.append(before(h))
-            h = down(finer[-1])
-        h = self.coarsest(h)
-        for kept, up, after in reversed(list(zip(finer, self.up, self.after, strict=True))):
-            # Upwards: double the sides and add the map that was kept at this scale.
-            h = after(kept + up(h))
+        h = self.through_scales(h)
         # The correction is added to the first image, and the padding is cut off.
         return x[:, : self.channels] + self.outwards(h)[:, :, :height, :width]
 

@@ -8,7 +8,6 @@ Known are public photographs alone, which a network learned from; sought is the 
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from privlab.attacks.solvers.scales import Scales
 from privlab.base import PrivlabError, sha256_of
 
 WEIGHTS = Path(__file__).with_name("denoiser.safetensors")
@@ -34,7 +34,7 @@ SIGMA_DATA = 0.27
 """Standard deviation of pixels in [0, 1] about grey, over the public photographs."""
 
 
-class Denoiser(nn.Module):
+class Denoiser(Scales):
     """D(y, σ) = ½ + c_skip (y − ½) + c_out F(c_in (y − ½), ln σ / 4), the posterior mean of an image in [0, 1].
 
     c_skip = s² / (σ² + s²), c_out = σ s / √(σ² + s²), c_in = 1 / √(σ² + s²) with s = `SIGMA_DATA`: F's input and target
@@ -45,14 +45,9 @@ class Denoiser(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = WIDTHS) -> None:
         super().__init__()
-        pairs = list(pairwise(widths))
-        self.scale = 2 ** len(pairs)
+        self.scale = 2 ** (len(widths) - 1)
         self.inwards = nn.Conv2d(3 + 1, widths[0], 3, padding=1)
-        self.before = nn.ModuleList(_Residual(fine) for fine, _ in pairs)
-        self.down = nn.ModuleList(nn.Conv2d(fine, coarse, 2, 2) for fine, coarse in pairs)
-        self.coarsest = nn.Sequential(_Residual(widths[-1]), _Residual(widths[-1]))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, 2) for fine, coarse in pairs)
-        self.after = nn.ModuleList(nn.Sequential(_Residual(fine), _Residual(fine)) for fine, _ in pairs)
+        self.add_scales(widths, _Residual)
         self.outwards = nn.Conv2d(widths[0], 3, 3, padding=1)
         nn.init.zeros_(self.outwards.weight)
 
@@ -70,16 +65,7 @@ class Denoiser(nn.Module):
         level = (sigma.log() / 4).expand(-1, 1, height, width)
         h = torch.cat([(y - 0.5) / spread, level], 1)
         h = self.inwards(F.pad(h, (0, -width % self.scale, 0, -height % self.scale), mode="replicate"))
-        finer = []
-        for before, down in zip(self.before, self.down, strict=True):
-            # Downwards: keep the map of this scale, then halve its sides.
-            finer.append(before(h))
-            h = down(finer[-1])
-        h = self.coarsest(h)
-        for kept, up, after in reversed(list(zip(finer, self.up, self.after, strict=True))):
-            # Upwards: double the sides and add the map that was kept at this scale.
-            h = after(kept + up(h))
-        out = self.outwards(h)[:, :, :height, :width].to(y.dtype)
+        out = self.outwards(self.through_scales(h))[:, :, :height, :width].to(y.dtype)
         # Equation 7: what is certain of y, and the network's correction at the scale that it has under this noise.
         return 0.5 + (SIGMA_DATA / spread) ** 2 * (y - 0.5) + sigma * SIGMA_DATA / spread * out
 

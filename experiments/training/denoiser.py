@@ -3,7 +3,7 @@
 python -m privlab.experiments.training.denoiser tiny_imagenet_25k.parquet OUT.safetensors --seconds 205 --device cuda
 
 Minimises E λ(σ) ‖D(x + σn, σ) − x‖² with ln σ ~ N(−1.8, 1.4²) and λ = (σ² + s²) / (σ s)² (Karras et al. 2022, table 1).
-The number of steps depends on how fast the machine is: `denoiser.json` beside the weights states what was done.
+The number of steps depends on how fast the machine is: `denoiser.json`, next to the weights, states what was done.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from privlab.attacks.solvers.denoiser import SIGMA_DATA, Denoiser
+from privlab.base import write_whole
 
 SIGMAS = (0.002, 10.0)
 """Least and greatest standard deviation of the noise, for pixels in [0, 1]."""
@@ -130,9 +131,7 @@ def _save(network: Denoiser, given: argparse.Namespace, steps: int, scores: dict
     """Write the weights in half precision, with how they were made."""
     recipe = {"steps": steps, "batch": given.batch, "seed": given.seed, "seconds": given.seconds, "psnr": scores}
     weights = {name: value.half().contiguous().cpu() for name, value in network.state_dict().items()}
-    beside = given.out.with_suffix(".part")
-    save_file(weights, beside, {"recipe": json.dumps(recipe)})
-    beside.replace(given.out)
+    write_whole(given.out, lambda path: save_file(weights, path, {"recipe": json.dumps(recipe)}))
 
 
 if __name__ == "__main__":
