@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from privlab.attacks import TokenSeparation
 from privlab.base import PrivlabError, option_text, warn
 from privlab.defenses import Undefended
 from privlab.evaluation import Automatic, Case, defense_of
@@ -145,6 +146,10 @@ def _of_update(before: Path, after: Path, spec: Case, device: torch.device, own:
     fitted = None if diagnosis is None else diagnosis.fitted()
     if label is not None and fitted is not None:
         return _explained(audited, fitted, label)
+    one_image = diagnosis is None or diagnosis.of_any_loss
+    several = None if one_image or noisy else _as_batch(audited, found)
+    if several is not None:
+        return _of_update(before, after, several, device, audited.base)
     if client.optimiser == "sgd" and not seen.defense and (rate := looks_like_adam(seen)) is not None:
         warn(
             f"{source}: most weights moved equally far, as Adam or AdamW moves them: client.optimiser=sgd may be "
@@ -202,6 +207,30 @@ def _explained(audited: Audited, fitted: Fitted, label: int) -> Audited:
         fitted=settings,
         fitted_target=fitted.target,
     )
+
+
+def _as_batch(audited: Audited, found: Told) -> Case | None:
+    """Return the case of one step on as many images as labels are shown, if attacks may separate such a batch.
+
+    No attack may be named, since one for single images would be refused.
+
+    Warns:
+        PrivlabWarning: that this number of images is taken.
+    """
+    client, images = audited.client, len(found.labels)
+    one_step = client.total_steps == 1 and client.optimiser == "sgd" and client.is_of_class
+    if images < 2 or not one_step or audited.spec.adversary.attacks is not None:
+        return None
+    batch = replace(client, images=images, batch_size=images)
+    if TokenSeparation().beyond(replace(audited.seen, client=batch)) is not None:
+        return None
+    warn(
+        f"{audited.source}: one step on one image does not explain it, and the biases of {images} classes rise in the "
+        f"head. client.images={images} and client.batch_size={images} are taken: state the numbers if there are more, "
+        "or client.loss=binary if the loss is one for each class."
+    )
+    options = (f"client.images={images}", f"client.batch_size={images}")
+    return released_by(audited.spec, batch, [*audited.spec.adversary.options, *options])
 
 
 def _unexplained(audited: Audited, found: Told, diagnosis: UpdateDiagnosis | None) -> Audited:

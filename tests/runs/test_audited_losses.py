@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import privlab
-from privlab.base import PrivlabWarning
 from privlab.report.run import Run
 from privlab.threat import Client
 
@@ -29,20 +27,16 @@ def photograph() -> Tensor:
     return torch.from_numpy(astronaut()[100:132, 200:232]).permute(2, 0, 1)[None] / 255
 
 
-def audited(photograph: Tensor, outputs: int, loss: Loss, target: Any, stated: Client) -> tuple[Run, list[str]]:
-    """Return the audit of one step of SGD by plain PyTorch, and its warnings."""
+def audited(photograph: Tensor, outputs: int, loss: Loss, target: Any, stated: Client) -> Run:
+    """Return the audit of one step of SGD by plain PyTorch."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=outputs)
     before = copy.deepcopy(model.state_dict())
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
     loss(model((photograph - 0.5) / 0.5), torch.tensor(target)).backward()
     optimiser.step()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", PrivlabWarning)
-        run = privlab.audit_update(
-            before, model.state_dict(), model=model, client=replace(stated, lr=0.05), attacks="patch-update"
-        )
-    return run, [str(each.message) for each in said]
+    weights = (before, model.state_dict())
+    return privlab.audit_update(*weights, model=model, client=replace(stated, lr=0.05), attacks="patch-update")
 
 
 def smooth(logits: Tensor, targets: Tensor) -> Tensor:
@@ -84,7 +78,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "one number" else pytest.param(name, marks=SLOW) for name in AUDITS])
 def test_an_image_is_proven_and_its_target_stated(photograph: Tensor, name: str) -> None:
     outputs, loss, target, stated, right = AUDITS[name]
-    run, _ = audited(photograph, outputs, loss, target, stated)
+    run = audited(photograph, outputs, loss, target, stated)
     assert run.leaks
     flags = run.results.facts["flags"]
     assert any(re.search(right, flag) for flag in flags), flags
@@ -102,10 +96,10 @@ WRONG: dict[str, tuple[int, Loss, Any, Client]] = {
 @pytest.mark.parametrize("name", [name if name == "label" else pytest.param(name, marks=SLOW) for name in WRONG])
 def test_a_loss_that_is_stated_wrongly_hides_nothing_and_names_no_label(photograph: Tensor, name: str) -> None:
     outputs, loss, target, stated = WRONG[name]
-    run, said = audited(photograph, outputs, loss, target, stated)
+    run = audited(photograph, outputs, loss, target, stated)
     assert run.leaks
     assert not any("given away" in flag for flag in run.results.facts["flags"])
-    assert not any("no image explains" in line for line in said)
+    assert not any("no image explains" in line for line in run.warnings)
 
 
 def test_no_certificate_holds_after_several_steps_of_a_function(photograph: Tensor) -> None:
@@ -124,3 +118,22 @@ def test_no_certificate_holds_after_several_steps_of_a_function(photograph: Tens
         (row,) = run.results.facts["attacks"]
         assert (row["proof"] == "update") is proven
         assert any("no certificate" in message for message in run.results.facts["warnings"]) is not proven
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attacks", [None, "patch-update"])
+def test_a_batch_that_is_not_stated_is_counted_by_its_labels(attacks: str | None) -> None:
+    """An attack for one image that is named runs on one image."""
+    from skimage.data import astronaut, chelsea
+
+    torch.manual_seed(0)
+    crops = [picture()[100:132, 200:232] for picture in (astronaut, chelsea)]
+    photographs = torch.stack([torch.from_numpy(crop).permute(2, 0, 1) for crop in crops]) / 255
+    before = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5)
+    after = copy.deepcopy(before)
+    F.cross_entropy(after((photographs - 0.5) / 0.5), torch.tensor([1, 3])).backward()
+    torch.optim.SGD(after.parameters(), lr=0.05).step()
+    weights = (before.state_dict(), after.state_dict())
+    run = privlab.audit_update(*weights, model=before, client=Client(lr=0.05), attacks=attacks)
+    taken = [line for line in run.warnings if "client.batch_size=2 are taken" in line]
+    assert (bool(run.leaks), len(taken)) == ((True, 1) if attacks is None else (False, 0))
