@@ -200,6 +200,23 @@ def config_beside(file: Path) -> Mapping[str, Any]:
     return config
 
 
+def normalisation_beside(folder: Path) -> str | None:
+    """Return how transformers' image processor in a folder normalises, as MEAN/STD; None where none is there.
+
+    Raises:
+        PrivlabError: if it is not a valid JSON object, or its means and deviations are no lists of numbers.
+    """
+    path = folder / "preprocessor_config.json"
+    config = read_json(path, "settings of the image processor") if path.is_file() else {}
+    if not config.get("do_normalize", "image_mean" in config):
+        return "0/1" if "do_normalize" in config else None
+    parts = [config.get(name) for name in ("image_mean", "image_std")]
+    for part in parts:
+        if not isinstance(part, list) or not all(isinstance(value, int | float) for value in part):
+            raise PrivlabError(f"image_mean and image_std in '{path}' must be lists of numbers. Found {part!r}.")
+    return "/".join(",".join(map(str, part)) for part in parts)
+
+
 def fit_head(vit: VisionTransformer, state: Mapping[str, Tensor]) -> None:
     """Give a ViT the classifier that another library's tensors have: without bias, or on class token and mean.
 

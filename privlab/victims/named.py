@@ -18,7 +18,16 @@ from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.anatomy import Vit, unwrapped
 from privlab.victims.layouts import from_any_layout, kind_of
-from privlab.victims.libraries import as_timm, config_beside, fit_head, library_of, merged, of_folder, options_of
+from privlab.victims.libraries import (
+    as_timm,
+    config_beside,
+    fit_head,
+    library_of,
+    merged,
+    normalisation_beside,
+    of_folder,
+    options_of,
+)
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.victims.names import folder_of, normalisation_of, of_channels, resolve_own, size_error
 from privlab.victims.own_gradients import check_gradients
@@ -300,6 +309,7 @@ def _in_folder(folder: Path, weights: str, img_size: int | None, seed: int, clas
     vit = of_folder(folder, state, img_size)
     stored.fit(vit, state, path.name, resize=img_size is not None)
     made, name = _own(vit, "auto", seed, classes), folder.absolute().name
+    made = made.normalised_by(stated) if (stated := normalisation_beside(folder)) else made
     return replace(made, name=name, weights=replace(made.weights, origin=f"file:{path.absolute().name}"))
 
 

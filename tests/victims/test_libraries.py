@@ -194,6 +194,40 @@ def test_a_configuration_that_fits_no_vit_is_one_line(folder: Path, setting: str
     assert "\n" not in str(caught.value)
 
 
+MEANS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+
+
+@pytest.mark.filterwarnings("ignore:model.safetensors. read tensors by the names of transformers")
+@pytest.mark.parametrize(
+    ("processor", "mean", "std"),
+    [
+        (MEANS | {"do_normalize": True}, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)),
+        (MEANS, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)),
+        (MEANS | {"do_normalize": False}, (0, 0, 0), (1, 1, 1)),
+        ({}, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    ],
+)
+def test_the_image_processor_of_a_folder_states_the_normalisation(
+    folder: Path, processor: dict[str, Any], mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    found = victim(str(folder)).preprocessing
+    assert (found.mean, found.std) == (pytest.approx(mean), pytest.approx(std))
+    assert victim(str(folder), normalisation="0.2/0.3").preprocessing.mean == pytest.approx((0.2, 0.2, 0.2))
+
+
+@pytest.mark.filterwarnings("ignore:model.safetensors. read tensors by the names of transformers")
+@pytest.mark.parametrize(
+    ("wrong", "said"), [({"image_mean": "0.5"}, "lists of numbers"), ({"image_std": [0.5, 0]}, "0.5,0")]
+)
+def test_an_image_processor_that_states_no_normalisation_is_one_line(
+    folder: Path, wrong: dict[str, Any], said: str
+) -> None:
+    (folder / "preprocessor_config.json").write_text(json.dumps(MEANS | wrong))
+    with pytest.raises(PrivlabError, match=said):
+        victim(str(folder))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_the_command_line_takes_a_folder(folder: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
