@@ -19,7 +19,7 @@ import privlab
 from privlab.attacks import LeastSquares, MjpFull, PatchGradient, PatchUpdate
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import GradientNoise, Jigsaw, Mjp, RowPermutation
-from privlab.evaluation import CONTROLS
+from privlab.evaluation import CLASS_MEAN, CONTROLS
 from privlab.images import to_pil
 from privlab.threat.effects import Effects
 
@@ -521,6 +521,23 @@ def test_an_audit_says_whether_it_leaks_and_takes_checkpoints(photos: Tensor) ->
         before, vit, model="cifar_vit", client=privlab.Client(lr=0.01, steps=1), normalisation="none"
     )
     assert (audit.leaks, audit.verdict) == (True, "leaks: yes, a private image was reconstructed")
+
+
+def test_public_images_with_labels_give_the_mean_of_the_class(photos: Tensor, photographs: Any, tmp_path: Path) -> None:
+    """Gradients show labels and features do not; a second run finds nothing to measure."""
+    public = list(zip(photographs(9, 32)[3:], [3, 1, 3, 1, 1, 1], strict=True))
+    arguments: dict[str, Any] = {"metrics": "psnr", "settings": "a", "progress": False, "public": public}
+    of_gradient = arguments | {"attacks": "patch-gradient", "out": tmp_path / "run"}
+    run = privlab.attack("cifar_vit", photos[:1], [3], **of_gradient)
+    mean = (public[0][0] + public[2][0]) / 2
+    control = run.records[run.records.attack == CLASS_MEAN].psnr
+    assert control.item() == pytest.approx(float(-10 * (mean - photos[0]).square().mean().log10()), abs=0.05)
+    again = privlab.attack("cifar_vit", photos[:1], [3], **of_gradient)
+    assert len(again.records) == len(run.records)
+    features = privlab.attack(
+        "cifar_vit", photos[:1], release=privlab.Features(batch=1), attacks="least-squares", **arguments
+    )
+    assert {*features.records.attack} == {"least-squares", *CONTROLS}
 
 
 def test_public_images_may_be_a_tensor(photos: Tensor, photographs: Any) -> None:

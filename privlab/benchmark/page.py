@@ -125,7 +125,7 @@ def _count(rows: Sequence[Standing]) -> dict[str, Any]:
 
 def _group(of: Track, rows: Sequence[Standing]) -> dict[str, Any]:
     """Return what the template reads of a track: the rows with their pictures, the commands, and the trade-off."""
-    scores = [row.worst_case for row in rows if row.worst_case is not None] or [0.0, 1.0]
+    scores = [row.score for row in rows if row.score is not None] or [0.0, 1.0]
     height = max(_HEIGHT, _LINE * len(rows))
     return {
         "track": of,
@@ -150,8 +150,8 @@ def _points(rows: Sequence[Standing], low: float, high: float, height: int) -> l
     """
     points: list[dict[str, Any]] = []
     for row in rows:
-        if row.worst_case is not None and row.measured_utility is not None:
-            share = (row.worst_case - low) / (high - low) if high > low else 1.0
+        if row.score is not None and row.measured_utility is not None:
+            share = (row.score - low) / (high - low) if high > low else 1.0
             y = _TOP + (1 - min(1.0, max(0.0, row.measured_utility))) * (height - 10)
             place = {"x": round(_LEFT + share * _WIDTH, 1), "y": round(y, 1), "left": share < 0.5}
             points.append(place | {"name": row.name, "dominated": row.dominated})

@@ -1,8 +1,10 @@
-"""The rule: the score of a defense is its worst case by image over every attack that ever entered.
+"""The rule: a defense is ranked by the best single attack that ever entered, in the mean over photographs and draws.
 
-A defense has a rank only if some attack knows every part of it in the case that leaks most, all photographs of the
-public half were attacked, and nothing makes the entry unreliable. The score is that of this case; an attack knowing the
-defense in another one could only raise it.
+Its worst case, the leakiest score of each photograph over all attacks and draws, is shown next to this score. No
+adversary can choose as the worst case does, and more draws raise it by chance: it ranks nothing. It says in which case
+of the track most leaks, and the score is that of this case. A defense has a rank only if some attack knows every part
+of it there, all photographs of the public half were attacked, and nothing makes the entry unreliable. An attack knowing
+the defense in another case could only raise the score.
 """
 
 import json
@@ -26,7 +28,7 @@ from privlab.metrics import DECIBELS, EXACT_DB
 from privlab.report.tables import Facts, red_flags, sign_of
 from privlab.report.tables.case_verdicts import WORDS, verdicts_of
 from privlab.report.tables.knowledge import declared_defenses, knows
-from privlab.report.tables.per_image import WORST, Scored
+from privlab.report.tables.per_image import SINGLE, WORST, Scored
 from privlab.report.tables.rows import measure
 
 LEVEL = 0.95
@@ -48,7 +50,7 @@ _APART = 0.01
 """How far two scores of the same rows may differ."""
 
 
-def score_of(judged: Judged) -> Worst:
+def worst_of(judged: Judged) -> Worst:
     """Return the worst case of the leakiest case."""
     return judged["worst"].get(judged["leakiest"], NOTHING)
 
@@ -80,7 +82,7 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
     numbered, names = _numbered(records, of, hidden=False)
     scored, facts = Scored(numbered, of.metrics), Facts(numbered, names, of.metrics, knowing=knowing)
     defended, images = _defended(names), numbered.groupby("case").image_sha256.nunique()
-    worst = _worst(scored, names, of)
+    worst = _means(scored, names, of, WORST)
     leakiest = leakiest_of(worst, of)
     case = names.index(leakiest) if leakiest else -1  # a number that no case has
     verdicts = [verdict for verdict in verdicts_of(facts) if verdict.label in defended]
@@ -115,7 +117,23 @@ def worst_cases(records: pd.DataFrame, of: Track, *, hidden: bool = False) -> di
         hidden: whether the photographs of the hidden half count, and not the listed ones.
     """
     numbered, names = _numbered(records, of, hidden=hidden)
-    return _worst(Scored(numbered, of.metrics), names, of)
+    return _means(Scored(numbered, of.metrics), names, of, WORST)
+
+
+def best_single(records: pd.DataFrame, of: Track, case: str) -> tuple[str, Worst]:
+    """Return the attack with the leakiest mean over the listed photographs, and this mean, averaged over draws.
+
+    An attack counts that was scored on at least half as many photographs as any other one.
+
+    Args:
+        records: all rows of a defense; `case` has the names of its cases.
+        of: its track.
+        case: the name of the case; an empty name stands for an attack without a name and no score.
+    """
+    numbered, names = _numbered(records, of, hidden=False)
+    scored = Scored(numbered, of.metrics)
+    attacks = {names[number]: attack for number, (attack, _) in scored.single.items()}
+    return attacks.get(case, ""), _means(scored, names, of, SINGLE).get(case, NOTHING)
 
 
 def _numbered(records: pd.DataFrame, of: Track, *, hidden: bool) -> tuple[pd.DataFrame, list[str]]:
@@ -133,17 +151,20 @@ def _defended(names: Sequence[str]) -> list[str]:
     return [name for name in names if not name.endswith(", undefended")] or [*names]
 
 
-def _worst(scored: Scored, names: Sequence[str], of: Track) -> dict[str, Worst]:
-    """Return the worst case of each defended case by the lead metric; above 100 dB only rounding is measured."""
-    worst: dict[str, Worst] = {}
+def _means(scored: Scored, names: Sequence[str], of: Track, which: str) -> dict[str, Worst]:
+    """Return the mean of each defended case by the lead metric, of the worst case or of the best single attack.
+
+    Above 100 dB only rounding is measured. `which` is `WORST` or `SINGLE`.
+    """
+    means: dict[str, Worst] = {}
     for (case, attack, _), found in measure(scored.images, [of.lead], LEVEL).items():
-        if attack == WORST and names[case] in _defended(names):
+        if attack == which and names[case] in _defended(names):
             score = found.scores[of.lead]
             mean, low, high = (
                 None if math.isnan(value) else min(value, highest(of)) for value in (score.mean, score.low, score.high)
             )
-            worst[names[case]] = {"mean": mean, "low": low, "high": high, "images": score.images}
-    return worst
+            means[names[case]] = {"mean": mean, "low": low, "high": high, "images": score.images}
+    return means
 
 
 def leakiest_of(worst: Mapping[str, Worst], of: Track) -> str:
@@ -269,7 +290,7 @@ def standings(results: Iterable[Result], *, again: bool = False) -> list[Standin
         else:
             rows.append(_standing(result, entered))
     ranked = rank(rows)
-    return sorted(ranked, key=lambda row: (row.track, row.rank is None, row.rank or 0, row.worst_case or 0, row.name))
+    return sorted(ranked, key=lambda row: (row.track, row.rank is None, row.rank or 0, row.score or 0, row.name))
 
 
 def _names(results: Sequence[Result]) -> tuple[str, ...]:
@@ -297,7 +318,7 @@ def _as_its_rows_say(result: Result) -> Result:
 def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     """Return the row of a defense by its own result and those of the attacks that entered."""
     card, of, own = result.card, result.card.of, result.judged[result.card.name]
-    whole, external, seen = own, None, 0
+    whole, external, seen, records = own, None, 0, result.rows
     if theirs:
         more = pd.concat([_rows_on(card.name, each) for each in theirs], ignore_index=True)
         records = pd.concat([result.rows, more], ignore_index=True)
@@ -327,7 +348,8 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     if stated := card.utility:
         value = f"{stated['value']:g}" if "value" in stated else "—"
         utility = f"{stated['measure']}: {value} ({stated['how']})"
-    score, identity = score_of(whole), None
+    worst_case, identity = worst_of(whole), None
+    best_attack, score = best_single(records, of, whole["leakiest"])
     if result.path.is_relative_to(PACKAGE):
         identity = recognised_of_package().get((card.track, card.name))
     return Standing(
@@ -336,9 +358,12 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
         paper=card.paper,
         victim=card.victim_name,
         known_by=tuple(whole["known_by"]),
-        worst_case=score["mean"],
-        interval=(score["low"], score["high"]),
-        ours=score_of(own)["mean"],
+        score=score["mean"],
+        score_interval=(score["low"], score["high"]),
+        best_attack=best_attack,
+        worst_case=worst_case["mean"],
+        interval=(worst_case["low"], worst_case["high"]),
+        ours=worst_of(own)["mean"],
         external=external,
         external_by=_names(theirs),
         external_photographs=seen,
@@ -403,7 +428,7 @@ def _judged_anew(own: Judged, records: pd.DataFrame, card: Card, theirs: Sequenc
 
 def rank(rows: Sequence[Standing]) -> list[Standing]:
     """Return the rows with their ranks within each track, and marked where another one is better in both respects."""
-    able = [row for row in rows if row.known_by and not row.unreliable and row.worst_case is not None]
+    able = [row for row in rows if row.known_by and not row.unreliable and row.score is not None]
     done = []
     for row in rows:
         place = None
@@ -414,7 +439,7 @@ def rank(rows: Sequence[Standing]) -> list[Standing]:
 
 
 def _of(row: Standing) -> float:
-    return math.inf if row.worst_case is None else row.worst_case
+    return math.inf if row.score is None else row.score
 
 
 def _dominates(other: Standing, row: Standing) -> bool:

@@ -58,10 +58,13 @@ class Recognised:
 class Standing:
     """A row of the table. `rank` is None for an entry without one; `unreliable` holds the reasons.
 
+    `score` is that of `best_attack`, the best single one, and decides the rank. `worst_case` takes the leakiest attack
+    and draw of each photograph. Both are in the case that leaks most, each with its interval.
+
     `identity` says how often the photograph is named among candidates, for entries of this package where that was
-    measured. `listed_half` and `hidden_half` are the scores of the track's attacks on the photographs that it lists and
-    on the hidden ones, where both were attacked; the score is that of the listed ones. `judged` is what the rows of all
-    attacks say; `result` is the entry's, and `entered` are those of the attacks that were added.
+    measured. `listed_half` and `hidden_half` are the worst cases of the track's attacks on the photographs that it
+    lists and on the hidden ones, where both were attacked; the score is that of the listed ones. `judged` is what the
+    rows of all attacks say; `result` is the entry's, and `entered` are those of the attacks that were added.
     """
 
     track: str
@@ -69,6 +72,9 @@ class Standing:
     paper: str
     victim: str
     known_by: tuple[str, ...]
+    score: float | None
+    score_interval: tuple[float | None, float | None]
+    best_attack: str
     worst_case: float | None
     interval: tuple[float | None, float | None]
     ours: float | None

@@ -190,7 +190,8 @@ def fidelity(spec: Case, defense: Sequence[Any]) -> float:
     the defense, which the card states.
     """
     base, stack = victim_of(spec, torch.device("cpu")), Stack(tuple(defense))
-    model, shown = base.model, public_images(("samples",), PUBLIC_LIMIT, base.preprocessing, torch.device("cpu"))
+    model = base.model
+    shown = public_images(("samples",), PUBLIC_LIMIT, base.preprocessing, torch.device("cpu")).images
     images = torch.stack([*shown.values()]).to(model.mean)
     draws = [draw_for(spec.seed, sha256, "fidelity") for sha256 in shown]
     with torch.no_grad():

@@ -64,8 +64,10 @@ def benchmark() -> None:
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     """Show the entries: those with a rank first, the least leakage first.
 
-    The worst case is in dB, for keys a share. The column "unreliable" has the reasons in short. "known by" names the
-    attack that leaks most among those that know the defense, and counts the others. --json has both in full.
+    The score is that of the best single attack, in dB, for keys a share: the mean over photographs and draws. The worst
+    case takes the leakiest attack and draw of each photograph. The column "unreliable" has the reasons in short.
+    "known by" names the attack that leaks most among those that know the defense, and counts the others. --json has
+    both in full.
     """
     from privlab.base import check_name
     from privlab.benchmark import TRACKS, listed
@@ -77,14 +79,17 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json([row.as_json() for row in rows])
         return
-    table = Table("track", "", "entry", "worst case", "verdict", "known by", "kept", "unreliable", header_style="bold")
+    table = Table(
+        "track", "", "entry", "score", "worst case", "verdict", "known by", "kept", "unreliable", header_style="bold"
+    )
     for row in rows:
-        score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}{of_track(row.track).unit}"
+        unit = of_track(row.track).unit
+        score, worst = ("n/a" if mean is None else f"{mean:.2f}{unit}" for mean in (row.score, row.worst_case))
         worth = "—" if row.measured_utility is None else f"{row.measured_utility:.2f}"
         others = [f"{len(row.known_by) - 1}"] if row.known_by[1:] else []
         known = " + ".join([row.best_known_by or "no attack", *others])
         reasons = "; ".join(dict.fromkeys(reason.partition(":")[0] for reason in row.unreliable))
-        cells = (row.track, str(row.rank or "—"), row.name, score, row.concluded, known, worth, reasons)
+        cells = (row.track, str(row.rank or "—"), row.name, score, worst, row.concluded, known, worth, reasons)
         table.add_row(*map(escape, cells))
     print_table(table)
 

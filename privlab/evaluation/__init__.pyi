@@ -34,6 +34,7 @@ from .observing import Clients as Clients
 from .own import completed as completed
 from .pipeline import Evaluator as Evaluator
 from .pipeline import Strip as Strip
+from .records import CLASS_MEAN as CLASS_MEAN
 from .records import COLUMNS as COLUMNS
 from .records import CONTROL as CONTROL
 from .records import CONTROLS as CONTROLS

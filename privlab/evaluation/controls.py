@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from privlab.base import warn
 from privlab.evaluation.batch import Batch
-from privlab.evaluation.records import CONTROLS
+from privlab.evaluation.records import CLASS_MEAN, CONTROLS
 from privlab.images import Others
 from privlab.patches import permute
 
@@ -52,7 +52,9 @@ class Public:
 
         They are the mean of the photographs, one photograph, the private image with its patches shuffled, and one
         colour everywhere: an attack that finds nothing leaves grey, and that must not count as a leak. Where no public
-        photograph is left for an image, only the last two are returned.
+        photograph is left for an image, only the last two are returned. Where gradients are released, which show
+        labels, and photographs have labels, there is also the mean of the photographs of the image's class, or of all
+        photographs if none is of that class.
 
         Args:
             batch: the private images; the controls of an image are never made of the image itself, nor of other crops
@@ -73,22 +75,26 @@ class Public:
         always = {CONTROLS[2]: permute(batch.images, order, patch), CONTROLS[3]: flat}
         names, photographs = [image.sha256 for image in batch.named], self.photographs.images
         if together:
-            left = self.photographs.without(names, batch.images)
-            wanted, found = len(names), len(left)
-            pairs = [(self._mean(left), photographs[left[i % found]]) for i in range(wanted)] if left else []
+            each = [self.photographs.without(names, batch.images)] * len(names)
+            wanted = len(names)
         else:
             without = self.photographs.without
             each = [without([name], image[None]) for name, image in zip(names, batch.images, strict=True)]
-            wanted, found = 1, min(map(len, each))
-            pairs = [(self._mean(left), photographs[left[0]]) for left in each if left]
+            wanted = 1
+        found = min(map(len, each))
         if found < wanted:
             problem = f"{found} public photographs are not under attack, for {wanted} images in one release"
             what = "repeat them" if found else "are not scored"
             warn(f"{problem}: the controls made of them {what}.")
-        if len(pairs) < len(names):
+        if not found:
             return always
-        mean, other = (torch.stack(images).to(batch.images) for images in zip(*pairs, strict=True))
-        return {CONTROLS[0]: mean, CONTROLS[1]: other} | always
+        others = [photographs[left[i % len(left) if together else 0]] for i, left in enumerate(each)]
+        made = {CONTROLS[0]: [self._mean(left) for left in each], CONTROLS[1]: others}
+        if (labels := self.photographs.labels) and batch.sent is None:
+            pairs = zip(batch.named, each, strict=True)
+            of_class = [[key for key in left if labels.get(key, -1) == image.label] or left for image, left in pairs]
+            made[CLASS_MEAN] = [self._mean(left) for left in of_class]
+        return {name: torch.stack(images).to(batch.images) for name, images in made.items()} | always
 
     def _mean(self, left: Sequence[str]) -> Float[Tensor, "c h w"]:
         """Return the mean of these photographs; the mean of all is computed once, as they may be thousands."""

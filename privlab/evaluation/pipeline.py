@@ -54,8 +54,8 @@ Strip = Sequence[Sequence[Panel]]
 class Evaluator:
     """Scores batches of images on one victim: every setting, block variant, attack and geometry of a run.
 
-    `metrics` are those that can be computed here; the others stay null in the records. `public` holds photographs by
-    their hash: negative controls are made of them, and attacks may use them. Strips are returned only if
+    `metrics` are those that can be computed here; the others stay null in the records. `public` holds photographs:
+    negative controls are made of them, and attacks may use them. Strips are returned only if
     `strips`, controls are scored only if `controls`, and reconstructions are returned only if `keep`. If `kept` holds
     the reconstructions of an earlier run, by CELL/IMAGE, these are scored and no attack runs.
     """
@@ -65,7 +65,7 @@ class Evaluator:
     groups: Sequence[AttackGroup]
     metrics: Sequence[str]
     learned: Mapping[str, Learned]
-    public: Mapping[str, Tensor]
+    public: Others
     strips: bool = True
     controls: bool = True
     keep: bool = False
@@ -109,7 +109,7 @@ class Evaluator:
     @cached_property
     def rows(self) -> Rows:
         """Return what all rows of this run state."""
-        return Rows(self.spec, self.base, tuple(self.public))
+        return Rows(self.spec, self.base, tuple(self.public.images))
 
     @cached_property
     def _scorer(self) -> Scorer:
@@ -169,7 +169,7 @@ class Evaluator:
 
     @cached_property
     def _public(self) -> Public:
-        return Public(Others(self.public), self.base.model.mean)
+        return Public(self.public, self.base.model.mean)
 
     # Attack
 

@@ -43,6 +43,9 @@ CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled", "flat"
 """The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled, and
 one colour, the mean by which the victim normalises."""
 
+CLASS_MEAN = CONTROL + "class-mean"
+"""The negative control that knows the label, as a gradient shows it: the mean of public photographs of that class."""
+
 Record = dict[str, Any]
 """One score of an attack on an image, by the names of `COLUMNS`."""
 
@@ -118,12 +121,14 @@ def check_geometry(geometry: str, spec: Case) -> None:
 class Rows:
     """Makes the rows of a run on one victim, with everything that they state except scores.
 
-    `public` are the hashes of the public photographs: controls are made of them, and attacks may use them.
+    `public` are the hashes of the public photographs: controls are made of them, and attacks may use them. `labelled`
+    says whether some of them have a label.
     """
 
     spec: Case
     base: Victim
     public: Sequence[str]
+    labelled: bool = False
     _known: dict[tuple[str, str, str | None, str | None], Record] = field(default_factory=dict, init=False, repr=False)
 
     def of(self, image: NamedImage, setting: str, group: AttackGroup) -> list[Record]:
@@ -169,6 +174,8 @@ class Rows:
         """Return the key of each attack's cell, and of each control's."""
         rows = [self._of_attack(setting, attack, group) for group in groups for attack in group.attacks]
         rows += [self._stated(setting, name) for name in CONTROLS]
+        if self.labelled and not self.spec.features_released:
+            rows.append(self._stated(setting, CLASS_MEAN))
         return {row["attack"]: row["cell"] for row in rows}
 
     @cached_property

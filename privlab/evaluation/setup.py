@@ -13,7 +13,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, collect_warnings, warn
 from privlab.evaluation.applicable import AttackGroup, applicable
 from privlab.evaluation.case import Case, defense_of
-from privlab.images import Data, Preprocessing, open_images, problem_of_label
+from privlab.images import Data, Others, Preprocessing, open_images, problem_of_label
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.reassembly import Predicted
@@ -31,7 +31,7 @@ class Subject:
     base: Victim
     groups: tuple[AttackGroup, ...]
     refused: Mapping[str, str]
-    public: Mapping[str, Tensor]
+    public: Others
 
 
 def victim_of(spec: Case, device: torch.device) -> Victim:
@@ -140,8 +140,8 @@ def public_images(
     preprocessing: Preprocessing,
     device: torch.device,
     bit_depth: int | None = None,
-) -> dict[str, Tensor]:
-    """Return the public photographs by their hash: negative controls are made of them, and an adversary may have them.
+) -> Others:
+    """Return the public photographs: negative controls are made of them, and an adversary may have them.
 
     Args:
         public: sources as `--public` names them, such as "samples" or a folder; files that cannot be read are left out.
@@ -154,17 +154,22 @@ def public_images(
         PrivlabError: if no photograph can be read.
     """
     source = open_images(_one_or_all(public), limit=limit, bit_depth=bit_depth)
-    images = {image.sha256: preprocessing(image.pixels).to(device) for image in source if image.pixels is not None}
+    images: dict[str, Tensor] = {}
+    labels: dict[str, int] = {}
+    for image in source:
+        if image.pixels is not None:
+            images[image.sha256] = preprocessing(image.pixels).to(device)
+            labels |= {} if image.label is None else {image.sha256: image.label}
     if not images:
         found = ", ".join(public) if isinstance(public, tuple) else public.description
         raise PrivlabError(f"--public needs one readable image or more. Found none in {found}.")
-    return images
+    return Others(images, labels)
 
 
 _public = lru_cache(maxsize=2)(public_images)
 
 
-def public_of(spec: Case, base: Victim, *, kept: bool = False) -> dict[str, Tensor]:
+def public_of(spec: Case, base: Victim, *, kept: bool = False) -> Others:
     """Return the public photographs of the adversary by their hash, as the victim is fed them.
 
     Args:

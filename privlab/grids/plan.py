@@ -140,7 +140,7 @@ def lay_out(
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
             for spec in case.runs:
                 subject = subject_of(spec, device, mine)
-                setting = case.setting or spec.settings[0]
+                setting, public = case.setting or spec.settings[0], subject.public
                 at = (spec.data, subject.base.model.vit.num_classes)
                 if at not in found:
                     source = source_of(spec, [subject.base])
@@ -168,7 +168,7 @@ def lay_out(
                     spec,
                     (setting,),
                     found[at][1],
-                    Rows(spec, subject.base, tuple(subject.public)).cells(setting, subject.groups),
+                    Rows(spec, subject.base, tuple(public.images), bool(public.labels)).cells(setting, subject.groups),
                     tuple(name for name in spec.metrics if name not in lacking),
                     subject.refused,
                     first=spec is case.runs[0],

@@ -6,7 +6,7 @@ Image priors learn from the photographs that come with scikit-image. So do contr
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, lru_cache
 
 import torch
@@ -29,10 +29,11 @@ class Others:
 
     A public photograph counts as a private one where the hashes agree, or where both show one photograph (`twins`):
     resized, mirrored, recompressed, made grey or cut a little differently. Of the bundled photographs all crops of a
-    file go together.
+    file go together. `labels` has the class of those whose source states one.
     """
 
     images: Mapping[str, Float[Tensor, "c h w"]]
+    labels: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def without(self, sha256: Iterable[str], private: Float[Tensor, "b c h w"]) -> list[str]:
         """Return the hashes of the public photographs that are none of the private images; there may be none."""
@@ -75,7 +76,7 @@ class Others:
         """Return the thumbnails of all photographs, in blocks: there may be thousands."""
         images = [*self.images.values()]
         parts = [thumbnails(torch.stack(images[i : i + BLOCK])) for i in range(0, len(images), BLOCK)]
-        return Thumbnails(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Thumbnails)))
+        return Thumbnails(*(torch.cat([getattr(part, each.name) for part in parts]) for each in fields(Thumbnails)))
 
 
 def photographs(

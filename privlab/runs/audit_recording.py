@@ -70,7 +70,7 @@ def audit_features(
         base = audited_victim(spec, pick_device(device))
         sessions = recorded_sessions(folder)
         attacks = [cast(FeatureAttack, attack) for group in plan(spec, base) for attack in group.attacks]
-        public = public_of(spec, base)
+        public = public_of(spec, base).images
         found = {_name(batch): _images(batch, base) for batch in _limited(read_recording(folder), limit)}
     refused = applicable(spec, base)[1]
     own = {"attacks": attacks, "refused": refused, "releases": [*found.values()], "public": [*public]}

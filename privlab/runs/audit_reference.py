@@ -19,7 +19,7 @@ from privlab.evaluation import (
     score_images,
 )
 from privlab.evaluation.setup import public_of
-from privlab.images import NamedImage, Others, Preprocessing, apart_from, common, nearest, open_images
+from privlab.images import NamedImage, Preprocessing, apart_from, common, nearest, open_images
 from privlab.metrics import Learned, psnr
 from privlab.release import effects_of, is_explained, slots_without_gradient
 from privlab.release.explained import explained_share, residual
@@ -77,15 +77,15 @@ class ReferenceScorer:
             own.append(base.preprocessing(image.pixels).to(device))
         learned, missing = learned_metrics(spec, device, [base])
         public = public_of(spec, base)
-        beside = [set(Others(public).beside(image.sha256, x)) for image, x in zip(named, own, strict=True)]
-        others = torch.stack([public[key] for key in public if all(key in keys for keys in beside)])
+        beside = [set(public.beside(image.sha256, x)) for image, x in zip(named, own, strict=True)]
+        others = torch.stack([public.images[key] for key in public.images if all(key in keys for keys in beside)])
         metrics = [name for name in spec.metrics if name not in missing]
         whole = replace(base.preprocessing, crop_pct=1.0)
         for i, image in enumerate(named):
             if image.pixels is not None and _fits(image.pixels, base):
                 own[i] = whole(image.pixels)
         images = torch.stack([x.to(base.model.mean) for x in own])
-        return cls(named, images, others.to(base.model.mean), [*public], metrics, learned, missing)
+        return cls(named, images, others.to(base.model.mean), [*public.images], metrics, learned, missing)
 
     def __call__(self, images: Float[Tensor, "r c h w"]) -> Row:
         """Return the scores of the reconstruction that is nearest to the private image.

@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 
 from privlab.benchmark.cards import instances, parse_card
 from privlab.benchmark.measure import KEPT
-from privlab.benchmark.page import _LINE, _TOP, SCHEMA_VERSION, _spread, evaluation_record, site_files, write_site
+from privlab.benchmark.page import (
+    _LINE,
+    _TOP,
+    SCHEMA_VERSION,
+    _spread,
+    evaluation_record,
+    fragment,
+    site_files,
+    write_site,
+)
 from privlab.benchmark.results import FORMAT, Result, entries, to_rows, write_result
-from privlab.benchmark.rule import HIDDEN, conclude, judge, score_of, standings
+from privlab.benchmark.rule import HIDDEN, conclude, judge, standings, worst_of
 from privlab.benchmark.tracks import photographs, track
 from privlab.defenses import GradientNoise
 from privlab.metrics import MIRRORED
@@ -105,7 +114,7 @@ def high() -> np.ndarray:
 
 def test_the_score_is_the_mean_of_the_leakiest_attack_of_each_photograph(high: np.ndarray) -> None:
     found = judge(records(high.tolist(), high[::-1].tolist()), OF)
-    assert score_of(found)["mean"] == pytest.approx(np.maximum(high, high[::-1]).mean())
+    assert worst_of(found)["mean"] == pytest.approx(np.maximum(high, high[::-1]).mean())
     assert (found["verdict"], found["known_by"], found["images"]) == ("broken", ["patch-gradient-adaptive"], 64)
     assert set(found["by"].values()) == {32}
     order = np.maximum(high, high[::-1])[:14]
@@ -115,13 +124,40 @@ def test_the_score_is_the_mean_of_the_leakiest_attack_of_each_photograph(high: n
 
 def test_a_photograph_that_is_given_back_exactly_counts_as_100_db(high: np.ndarray) -> None:
     found = judge(records([np.inf, *high[1:].tolist()], [5.0] * 64), OF)
-    assert score_of(found)["mean"] == pytest.approx((100 + high[1:].sum()) / 64)
+    assert worst_of(found)["mean"] == pytest.approx((100 + high[1:].sum()) / 64)
 
 
 def test_of_several_draws_the_worst_counts(high: np.ndarray) -> None:
     once = records(high.tolist(), [5.0] * 64)
     more = rows("patch-gradient-adaptive", (high + 2).tolist(), draw=1)
-    assert score_of(judge(pd.concat([once, more]), OF))["mean"] == pytest.approx((high + 2).mean())
+    assert worst_of(judge(pd.concat([once, more]), OF))["mean"] == pytest.approx((high + 2).mean())
+
+
+def test_the_score_is_that_of_one_attack_in_the_mean_over_draws(tmp_path: Path, high: np.ndarray) -> None:
+    """Each of the two attacks is the best one of half of the photographs; one has a lucky draw of every photograph."""
+    lucky = rows("patch-gradient-adaptive", (high + 4).tolist(), draw=1)
+    own = result(tmp_path, "one", pd.concat([records(high.tolist(), (high[::-1] + 1).tolist()), lucky]), draws=2)
+    (row,) = standings([own])
+    assert (row.best_attack, row.score) == ("patch-gradient-adaptive", pytest.approx(high.mean() + 2))
+    assert row.worst_case == pytest.approx(np.maximum(high + 4, high[::-1] + 1).mean())
+    low, upper = (float(end) for end in row.score_interval if end is not None)
+    assert low < row.score < upper
+    assert f">{row.score:.2f}</b>" in fragment([row])
+
+
+def test_ranks_follow_the_best_single_attack_and_not_the_worst_case(tmp_path: Path, high: np.ndarray) -> None:
+    """The worst case of the first is 28 dB, by draws of 28 and 12 dB; that of the second is 21, as is every draw."""
+    luck = pd.concat([records([28.0] * 64, [5.0] * 64), rows("patch-gradient-adaptive", [12.0] * 64, draw=1)])
+    given = result(tmp_path, "luck", luck, draws=2), result(tmp_path, "steady", records([21.0] * 64, [5.0] * 64))
+    found = {row.name: (row.rank, row.score, row.worst_case) for row in standings(given)}
+    assert found == {"luck": (1, 20.0, 28.0), "steady": (2, 21.0, 21.0)}
+
+
+def test_an_attack_on_a_few_photographs_is_no_score(tmp_path: Path, high: np.ndarray) -> None:
+    own = result(tmp_path, "one", records(high.tolist(), [5.0] * 64))
+    (row,) = standings([own, entered(tmp_path, rows("their-attack", [60.0] * 14))])
+    assert (row.best_attack, row.score) == ("patch-gradient-adaptive", pytest.approx(high.mean()))
+    assert row.worst_case == pytest.approx(np.where(np.arange(64) < 14, 60.0, high).mean(), abs=1e-3)
 
 
 def test_a_new_attack_scores_a_defense_anew(tmp_path: Path, high: np.ndarray) -> None:
@@ -234,7 +270,7 @@ def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_p
     same = result(tmp_path, "same", records((high - 5).tolist(), [5.0] * 64), utility=0.2)
     leaky = result(tmp_path, "leaky", records(high.tolist(), [5.0] * 64), utility=0.9)
     few = result(tmp_path, "few", records(high.tolist()[:14], [5.0] * 14))
-    alone = result(tmp_path, "alone", records(high.tolist(), [5.0] * 64).replace("patch-gradient-adaptive", "april"))
+    alone = result(tmp_path, "alone", records(high.tolist(), high.tolist()).replace("patch-gradient-adaptive", "april"))
     found = {row.name: row for row in standings([few, leaky, alone, same, low])}
     assert {name: row.rank for name, row in found.items()} == {
         "low": 1, "same": 1, "leaky": 3, "few": None, "alone": None,

@@ -25,7 +25,7 @@ from privlab.evaluation import (
     default_attacks,
 )
 from privlab.grids import specify
-from privlab.images import NamedImage, Preprocessing
+from privlab.images import NamedImage, Others, Preprocessing
 from privlab.inventory.explain import explain
 from privlab.inventory.texts import arguments_of, docstrings
 from privlab.threat import Reconstruction, attack_declarations
@@ -165,7 +165,7 @@ def score(
             return made
 
         monkeypatch.setattr(check, "attack_batch", attack_batch)
-        evaluator = Evaluator(spec, victim, groups, spec.metrics, {}, public)
+        evaluator = Evaluator(spec, victim, groups, spec.metrics, {}, Others(public))
         return evaluator(Batch(named, images))[0], waits
 
     brought = check.attack_batch

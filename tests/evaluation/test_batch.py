@@ -1,6 +1,7 @@
 """What a batch draws, and the controls, roundings and checks that every image of it gets."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from privlab.base import PrivlabError, draw_for
 from privlab.evaluation import Batch
 from privlab.evaluation.check import check_reconstruction
 from privlab.evaluation.controls import Public
-from privlab.evaluation.records import CONTROLS
+from privlab.evaluation.records import CLASS_MEAN, CONTROLS
 from privlab.images import NamedImage, Others
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -59,6 +60,24 @@ def test_controls_know_nothing_of_the_private_image(photographs: Callable[[int, 
     assert not torch.equal(made[0][CONTROLS[2]], made[1][CONTROLS[2]])
     assert made[0][CONTROLS[3]].flatten(2).std(2).max() == 0
     assert torch.equal(made[0][CONTROLS[3]][1, :, 0, 0], torch.tensor([0.2, 0.5, 0.8]))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_class_mean_is_that_of_the_photographs_with_the_label(
+    photographs: Callable[[int, int], Tensor], *, together: bool
+) -> None:
+    """The private image of name 0 is itself among the photographs, and left out; no photograph has class 9."""
+    images, labels = photographs(6, 16), [3, 3, 7, 3, 7, None]
+    keys = [f"{i:064x}" for i in (0, *range(101, 106))]
+    public = Others(dict(zip(keys, images, strict=True)), {k: n for k, n in zip(keys, labels, strict=True) if n})
+    private = batch(torch.rand(3, 3, 16, 16))
+    named = [replace(image, label=label) for image, label in zip(private.named, (3, 7, 9), strict=True)]
+    draws = [torch.Generator().manual_seed(i) for i in range(3)]
+    made = Public(public, torch.zeros(3, 1, 1)).controls(replace(private, named=named), 4, draws, together=together)
+    of_class = [images[[1, 3]], images[[2, 4]], images[1:] if together else images]
+    assert torch.allclose(made[CLASS_MEAN], torch.stack([some.mean(0) for some in of_class]).to(made[CLASS_MEAN]))
+    unlabelled = Public(Others(public.images), torch.zeros(3, 1, 1))
+    assert CLASS_MEAN not in unlabelled.controls(private, 4, draws, together=together)
 
 
 def test_eight_bit_scores_are_of_rounded_values(tmp_path: Path) -> None:

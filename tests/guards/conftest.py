@@ -22,7 +22,7 @@ from privlab.evaluation import (
     observing,
 )
 from privlab.grids import specify
-from privlab.images import NamedImage, Preprocessing
+from privlab.images import NamedImage, Others, Preprocessing
 from privlab.threat import FeatureObservation, Observation, Reconstruction, attack_declarations
 from privlab.victims import Victim, VictimModel, Weights
 
@@ -112,7 +112,15 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         others = by_digest(crops[7:380:29]) if public is None else public
         watched = Watched()
         evaluator = Evaluator(
-            specification, base, groups, specification.metrics, {}, others, strips=False, keep=kept is None, kept=kept
+            specification,
+            base,
+            groups,
+            specification.metrics,
+            {},
+            Others(others),
+            strips=False,
+            keep=kept is None,
+            kept=kept,
         )
         with monkeypatch.context() as patch:
             _watch(patch, watched, None if replay is None else iter(replay.observed))

@@ -31,7 +31,7 @@ from privlab.evaluation import (
     plan,
 )
 from privlab.grids import specify
-from privlab.images import Preprocessing, open_images
+from privlab.images import Others, Preprocessing, open_images
 from privlab.metrics import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
 from privlab.patches import patchify
 from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing_slots
@@ -384,7 +384,9 @@ def test_what_was_kept_is_re_assembled_alike(base: Victim, defense: str) -> None
         metrics=("psnr",),
         options=("rounds=0", *(("multiplier=1e-6",) if "noise" in defense else ())),
     )
-    evaluator = Evaluator(spec, base, plan(spec, base), ["psnr"], {}, {}, strips=False, controls=False, keep=True)
+    evaluator = Evaluator(
+        spec, base, plan(spec, base), ["psnr"], {}, Others({}), strips=False, controls=False, keep=True
+    )
     chunk = next(iter(batches(open_images("samples", limit=2), base.preprocessing, 2)))
     first, _, reconstructions = evaluator(chunk)
     again, _, _ = dataclasses.replace(evaluator, kept=reconstructions, keep=False)(chunk)
@@ -411,7 +413,7 @@ def test_no_score_of_a_shuffled_image_depends_on_the_others_of_its_batch(tmp_pat
             options=("border.rounds=2",),
         )
         groups = plan(spec, victim_of_cifar)
-        evaluator = Evaluator(spec, victim_of_cifar, groups, ["psnr"], {}, {}, strips=False, controls=False)
+        evaluator = Evaluator(spec, victim_of_cifar, groups, ["psnr"], {}, Others({}), strips=False, controls=False)
         (chunk,) = batches(open_images(paths), victim_of_cifar.preprocessing, len(paths))
         names = ("psnr", "grad_norm", "placement_accuracy", "neighbour_accuracy", "psnr_masked")
         rows = [row for row in evaluator(chunk)[0] if row["setting"] == "c"]
