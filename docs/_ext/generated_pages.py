@@ -1,7 +1,7 @@
 """Writes the pages that are generated from privlab itself: attacks, defenses, metrics, flags, commands and rooms."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -280,7 +280,7 @@ def file_name(name: str) -> str:
     return name.replace(":", "-")
 
 
-def toctree(names: "Sequence[str] | dict[str, click.Command]", *, hidden: bool = False) -> str:
+def toctree(names: Iterable[str], *, hidden: bool = False) -> str:
     """Return a table of contents."""
     option = ":hidden:\n" if hidden else ""
     return f"```{{toctree}}\n:maxdepth: 1\n{option}\n" + "\n".join(names) + "\n```\n"
