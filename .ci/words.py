@@ -57,7 +57,7 @@ PARAGRAPH, SENTENCE = 120, 35
 """The most words of a paragraph and of a sentence that are read easily."""
 
 _ITEM = re.compile(r"\s*([-*+]|\d+\.)\s")
-_END_OF_SENTENCE = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\"(`*γσεN])")
+_END_OF_SENTENCE = re.compile(r"(?:(?<=[.!?:;])|(?<=[.!?]\*)|(?<=[.!?]\*\*))\s+(?=[A-Z\"(`*\[γσεN])")
 
 
 def paragraphs(content: str) -> Iterator[tuple[int, str]]:
