@@ -143,8 +143,7 @@ class OwnUpdateAudit:
         Args:
             before: the weights that the server sent, by timm's names: those of `names`, or more.
             after: the weights that are to be sent.
-            images: the images of the round as the model is fed them, in [0, 1] before normalisation; None for the
-                certificate.
+            images: the images of the round in [0, 1], augmented and not yet normalised; None for the certificate.
 
         Raises:
             PrivlabError: if the two belong to another model, hold NaN or are equal, or images do not fit the model.
@@ -154,7 +153,7 @@ class OwnUpdateAudit:
             self.check_certificate()
         elif images.shape[1:] != self.model.image_shape:
             raise PrivlabError(
-                f"The images of the audit must be of shape {self.model.image_shape}, as the model is fed them. "
+                f"The images of the audit must be of shape {self.model.image_shape}, the size that the model is fed. "
                 f"Found {tuple(images.shape[1:])}."
             )
         with full_precision(), collect_warnings([]):  # what weakens the attack is in `limits`
