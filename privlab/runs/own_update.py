@@ -250,7 +250,7 @@ def _stretched(image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 c h w"]:
 
 
 def _limits(seen: Observation, client: Client) -> str | None:
-    """Return why the closed form is not exact for this update; None if it is, but for rounding."""
+    """Return why the closed form is not exact for this update; None if it is, except for rounding."""
     B = seen.images_per_release
     found = [PatchGradient().beyond(replace(seen, client=replace(client, weight_decay=0.0)))]  # it is subtracted
     found += [f"{B} images in one update"] if B > 1 else []
