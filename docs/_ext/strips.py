@@ -43,6 +43,16 @@ PHOTOGRAPH = "samples/chelsea-0"
 SECONDS = 90
 """The limit of an example, on one core, unless another is given."""
 
+DECODERS = ("inversion-conv", "inversion-mae", "inversion-set", "inversion-token")
+SEARCHES = ("beyondinfering", "clsattack", "deepleakage", "invertinggradients", "legacy", "modern")
+SEARCHES += ("seethroughgradients", "tag", "wei")
+FEWER = {
+    "orthogonal-matching": ("steps=2",),
+    **dict.fromkeys(DECODERS, ("steps=20",)),
+    **{f"breaching:{name}": ("optim.max_iterations=100", "restarts.num_trials=1") for name in SEARCHES},
+}
+"""Options that make long examples short; the caption has the command with them."""
+
 _SIDE, _GAP = 32, 3
 """A panel and the space between two, in pixels; the site enlarges them without smoothing."""
 
@@ -61,6 +71,7 @@ def main(runs: Path, seconds: int | None = None) -> None:
         words = shlex.split(explain(name).sections["Example"])
         if "--limit" not in words:
             words += ["--limit", "2"]
+        words += [word for option in FEWER.get(name, ()) for word in ("--set", f"{name}.{option}")]
         captions = json.loads(CAPTIONS.read_text("utf-8")) if CAPTIONS.exists() else {}
         run, file = runs / name.replace(":", "-"), FOLDER / f"{name.replace(':', '-')}.png"
         if name not in captions or (seconds and "missing" in captions[name]):
