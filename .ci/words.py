@@ -19,8 +19,9 @@ PHRASES = re.compile(
       told | tells | beside | anew | apart | alike | by\ turns | dearest | furthest
     | of\ (its|their|one's)\ own | (is|are)\ of | has\ no\ meaning | what\ comes\ of | holds?\ that\ down
     | (?<!there\ )(is|are)\ no\ (?!longer|more|less|better|evidence|worse|larger|smaller)
-    | stands?\ (in|on|at|below|above|there) | lies?\ there
-    | at\ hand | gives?\ away | by\ itself | are\ as\ many
+    | stands?\ (in|on|at|below|above|there) | lies?\ there | tell\ (\w+\ ){1,3}apart
+    | at\ hand | giv(en|ing|es?)\ (\w+\ ){0,3}away | by\ itself | are\ as\ many
+    | but\ for | seldom | hence | that\ which
     )\b""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -57,7 +58,7 @@ PARAGRAPH, SENTENCE = 120, 35
 """The most words of a paragraph and of a sentence that are read easily."""
 
 _ITEM = re.compile(r"\s*([-*+]|\d+\.)\s")
-_END_OF_SENTENCE = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\"(`*γσεN])")
+_END_OF_SENTENCE = re.compile(r"(?:(?<=[.!?:;])|(?<=[.!?]\*)|(?<=[.!?]\*\*))\s+(?=[A-Z\"(`*\[γσεN])")
 
 
 def paragraphs(content: str) -> Iterator[tuple[int, str]]:

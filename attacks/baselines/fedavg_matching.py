@@ -49,7 +49,7 @@ class FedavgMatching(Checked):
     Where no order distinguishes passes, for one image or one step in each pass, all passes share their candidates.
 
     Exact if: no condition is known: it is a search without a guarantee. At the true images, in the client's order, its
-    distance is zero but for rounding.
+    distance is zero except for rounding.
 
     Fails if: the client does not use SGD, or uses dropout. Each evaluation runs the whole round with second
     derivatives. It knows no filter, and takes labels in one order, the same in all passes.

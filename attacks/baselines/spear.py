@@ -42,7 +42,7 @@ class Spear(TokenSeparation):
     1. ∂ℓ/∂W₁ = L R has the rank n of its tokens, so that [δ_1 … δ_n] = L Q for an n × n matrix Q. A column q of Q
        leaves zeros in L q, wherever ReLU was off for its token. Any n − 1 rows of L that are all among these determine
        q: rows are drawn at random, and q is kept if a share of `zeros` of L q is zero.
-    2. The sparsest independent ones make up Q, but for their lengths, since a sum of tokens has no zeros but those that
+    2. The sparsest independent ones form Q, except for their lengths, since a sum of tokens has no zeros but those that
        all of them have. ∂ℓ/∂b₁ = L Q 1 gives the lengths, and the inputs are U = Q⁻¹ R. A token is found if W₁ u + b₁
        is positive exactly where δ is not zero (`_disaggregate`).
     3. From tokens to images as in `token-separation`.
@@ -203,7 +203,7 @@ def _sharpen(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: flo
 
 
 def _sparsest(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "k n"]:
-    """Return the directions that leave the most zeros, but for those in the span of the ones before them.
+    """Return the directions that leave the most zeros, except for those in the span of the ones before them.
 
     Of all bases among the directions it is the one with the most zeros, so that what is left out is never needed.
     """

@@ -66,8 +66,8 @@ class CutMixCompletion(Checked):
     the other is set to its best over all the others. A pixel that another image shows in its rectangle comes from
     there; the pixels that no image shows are harmonic.
 
-    Exact if: the rectangles are found and W has full column rank, but for rounding, and for pixels that no image of the
-    batch shows.
+    Exact if: the rectangles are found and W has full column rank, except for rounding, and for pixels that no image of
+    the batch shows.
 
     Fails if: no image of the batch shows a pixel: it is guessed smoothly. Behind blocks the images are inverted with
     errors, and few rectangles are found exactly. Images have at most 64 × 64 pixels.
@@ -282,7 +282,7 @@ class _Search:
         return origin
 
     def likelihood(self, found: Sequence[_Rectangle]) -> float:
-        """Return the logarithm of the likelihood of these rectangles, but for a constant."""
+        """Return the logarithm of the likelihood of these rectangles, except for a constant."""
         origin = self.origins(found)
         # Σ over the pixels where images i and k have one origin; each pair i < k counts once.
         alike = (self.same * (origin[:, None] == origin)).sum((2, 3))

@@ -43,7 +43,7 @@ class Deconvolution:
     their mean colour, and S their power, a power law of the frequency for each colour. What B removes altogether comes
     back as the prior's mean, and what it weakens as far as σ allows.
 
-    Exact if: the filter keeps every frequency and W has full column rank, but for rounding.
+    Exact if: the filter keeps every frequency and W has full column rank, except for rounding.
 
     Fails if: the filter removes frequencies altogether: these stay lost. Images have at most 64 × 64 pixels. It takes
     rows in the order in which they were sent.

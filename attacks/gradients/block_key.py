@@ -58,7 +58,7 @@ class BlockKey(Checked):
     from, pixels at a distance r are taken to have the correlation 0.9^r.
 
     Exact if: `patch-gradient` would be: this gives the encrypted images. The key has no guarantee: from 20 photographs
-    of 100 blocks it was exact but for one bit, and from 50 photographs of 64 blocks it was exact (predicted labels).
+    of 100 blocks it was exact except for one bit, and from 50 photographs of 64 blocks it was exact (predicted labels).
 
     Fails if: few images share a key: with five or ten photographs under one key it has 20 to 22 dB, and with one it
     finds nothing. It refuses a gradient of several images, because its equations then mix the images.

@@ -131,11 +131,11 @@ class HeadInversion(Checked):
         return f, known
 
     def _sums(self, seen: Observation) -> list[dict[str, Tensor]]:
-        """Return Σ_i r_i f_iᵀ and Σ_i r_i of each release, but for a factor."""
+        """Return Σ_i r_i f_iᵀ and Σ_i r_i of each release, except for a factor."""
         client, B = seen.client, seen.images_per_release
         if client is None:
             return each_release(seen)
-        # The update of one whole step is a gradient but for a factor, and may hold several images.
+        # The update of one whole step is a gradient except for a factor, and may hold several images.
         if client.gradient_factor is not None:
             return each_release(as_gradients(seen))
         if B > 1:

@@ -110,10 +110,10 @@ def _of_update(seen: Observation) -> tuple[Float[Tensor, "b n d"], Float[Tensor,
 
 @dataclass(frozen=True)
 class MjpSubspace(Checked):
-    """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; a prior completes that.
+    """Recover unmasked patches exactly, except for their part in the span Y of the masked ones; a prior completes that.
 
     Idea: MJP hides the gradients of the masked slots, so their patches have no separate equation. The rest of the
-    gradient still gives the span in which the masked patches lie, and every other patch but for its part in that span.
+    gradient still gives the span of the masked patches, and every other patch except for its part in that span.
     A prior learned from public photographs completes that part.
 
     Steps: span Y of the masked patches → solve the others outside Y → complete by an image prior

@@ -74,8 +74,8 @@ class TokenSeparation(TokenSearch):
     2. Patches from tokens (`slots_of_tokens`), if ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space. A token
        is W x + b + e plus what attention adds, and attention reads W x + b + e: both are linear in c.
     3. If the patch embedding is frozen too, the same with x = c for D > K (K + 2 N + 6 < 2 D). For D ≤ K the token
-       alone gives W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
-       patch are then in no gradient: the image prior of `mjp-subspace` completes them.
+       alone gives W x + b + e, except for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of
+       each patch are then in no gradient: the image prior of `mjp-subspace` completes them.
     4. For B images in one gradient (B N for N above) attention shows which patches belong together (`grouping`).
     5. Known position embeddings separate the slots. Without them patches have no order, and are put where their
        borders fit. The same holds under MJP for masked slots, if ∂ℓ/∂E_pos shows which these are: for one image, or for

@@ -178,7 +178,7 @@ def _slots_of(model: VictimModel, gradients: Mapping[str, Tensor]) -> Float[Tens
     """Return what each slot of the decoder reads of a release, in single precision, f = D + 2K + 2 numbers.
 
     A and G are the gradients of the position embeddings of the N patches and of the patch embedding's weight, each
-    divided by the root of its mean square: without a defense G = Aᵀ X, but for a factor. Slot n reads row n of A, of
+    divided by the root of its mean square: without a defense G = Aᵀ X, except for a factor. Slot n reads row n of A, of
     F = A G / √D, of (A Aᵀ / D + λ I)⁻¹ F, and the logarithms of both roots.
     """
     # A is b × N × D without the rows of prefix tokens, and G is b × D × K.
@@ -189,7 +189,7 @@ def _slots_of(model: VictimModel, gradients: Mapping[str, Tensor]) -> Float[Tens
     sizes = [gradient.square().mean((1, 2), keepdim=True).sqrt().clamp_min(least) for gradient in (A, G)]
     A, G = A / sizes[0], G / sizes[1]
     n, D = A.shape[1:]
-    # G = Aᵀ X gives A G = A Aᵀ X, so that (A Aᵀ + λ' I)⁻¹ A G is the ridge solution X, but for a factor. Without a
+    # G = Aᵀ X gives A G = A Aᵀ X, so that (A Aᵀ + λ' I)⁻¹ A G is the ridge solution X, except for a factor. Without a
     # defense the decoder has the image in its input.
     sums = A @ G / D**0.5
     gram = A @ A.mT / D + RIDGE * torch.eye(n, dtype=A.dtype, device=A.device)

@@ -43,7 +43,7 @@ class OrthogonalMatching(Checked):
 
     Steps: guess an image → gradients of its length, orthogonal → search for the image
 
-    Algorithm: Under `censor` o_l is random but for these 2 L equations, which are all that a release reveals. p_l is
+    Algorithm: Under `censor` o_l is random except for these 2 L equations, which are all that a release reveals. p_l is
     the number of entries, and √p_l cos of a random o_l is about 1. The unknowns are the values of the image; its label
     is tried, one class after the other. Levenberg-Marquardt may solve them where there are more equations than values;
     with fewer it ends near its start. Releases of the same image in other rounds add equations (`of_rounds`).

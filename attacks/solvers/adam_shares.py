@@ -129,7 +129,7 @@ def shown_by_round(
 
 
 def largest_step(client: Client) -> float:
-    """Return the most that a fresh state of Adam moves a weight in a round, but for decay: Σ_t η_t √(Σ_i a_ti² / b_ti).
+    """Return the most that a fresh state of Adam moves a weight in a round, without decay: Σ_t η_t √(Σ_i a_ti² / b_ti).
 
     a_ti and b_ti are the shares of step i's gradient in the first moment of step t and of its square in the second, so
     that this is Cauchy and Schwarz's bound of |m_t| / √v_t. It is η for one step.

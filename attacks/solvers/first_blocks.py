@@ -43,7 +43,7 @@ class FirstBlocks:
 
         Args:
             model: the model; it is left as it is.
-            blocks: L; a model that has fewer is taken whole, but for its head.
+            blocks: L; a model that has fewer is taken whole, except for its head.
             released: timm's names of the parameters whose gradients are released.
         """
         # Of the embedding and the first L blocks, only matrices with a released gradient are compared.

@@ -48,7 +48,7 @@ class Bottleneck(NamedTuple):
         return cls(Mlp(one, torch.zeros_like(one), V, v, U, nn.functional.gelu), G, g, H)
 
     def without(self, whole: Spans, found: Float[Tensor, "f d"]) -> "Bottleneck":
-        """Return what the gradients hold but for found inputs."""
+        """Return what the gradients hold except for found inputs."""
         if not len(found):
             return self
         # P_δ on the δ of found inputs removes their terms from ∂V = Σ_n δ_n h_nᵀ and ∂v = Σ_n δ_n, and P_ε from ∂U.

@@ -64,7 +64,7 @@ class Inverted(NamedTuple):
     doubt: Float[Tensor, "f d d"]
 
     def found(self) -> "Inverted":
-        """Return those whose output is that which was given."""
+        """Return those whose output is the given one."""
         return Inverted(*(part[self.residual < _FOUND] for part in self))
 
 

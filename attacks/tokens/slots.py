@@ -32,7 +32,7 @@ _SPARE_SHARE = 1 / 8
 """Share of the D equations of a token that must be left over, for rounding, if these alone determine its unknowns."""
 
 _ROUNDS = 3
-"""Evaluations of attention that determine the length of embeddings; the first is right but for LayerNorm's ε."""
+"""Evaluations of attention that determine the length of embeddings; the first is right except for LayerNorm's ε."""
 
 
 class Slots(NamedTuple):

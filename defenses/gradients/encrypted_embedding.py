@@ -34,7 +34,7 @@ class EncryptedEmbedding:
     Source: Aso et al. (2023), arXiv 2308.00271, of which the abstract and the introduction could be read: the embedding
     of a federated ViT is encrypted by a random sequence. That it multiplies entries, its law, and that it is new for
     each release are assumptions; nothing that could be done to these gradients keeps more from the server than a
-    fresh r does, but for their magnitudes. [@aso2023encrypted]
+    fresh r does, except for their magnitudes. [@aso2023encrypted]
     """
 
     name: ClassVar[str] = "encrypted-embedding"

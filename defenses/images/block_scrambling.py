@@ -27,7 +27,7 @@ class BlockScrambling(Checked):
 
     Algorithm: Slot i holds block σ(i), and value k of each block is value π(k) of it, so x̃_i = P_π x_σ(i).
 
-    Fails if: the adversary sees several images: one key serves all of them, so that photographs give it away.
+    Fails if: the adversary sees several images: one key serves all of them, so that photographs reveal it.
     Neighbouring pixels vary together, and borders continue each other.
 
     Cost: It changes the outputs; a model is fine-tuned on encrypted images. Not measured here.

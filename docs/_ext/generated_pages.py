@@ -1,11 +1,12 @@
 """Writes the pages that are generated from privlab itself: attacks, defenses, metrics, flags, commands and rooms."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
 import click
+from class_examples import examples, shared
 from drawings import drawing
 from marked_blocks import not_run
 from public_names import public_names
@@ -115,8 +116,16 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
     for name, command in cli.commands.items():
         yield f"commands/{name}.md", command_page(("privlab", name), command)
     for room in ROOMS:
-        yield f"api/{room}.md", f"# `{room}`\n\n```{{eval-rst}}\n.. automodule:: {room}\n\n{members(room)}```\n"
+        shown = f"```{{eval-rst}}\n.. automodule:: {room}\n\n{members(room)}```\n"
+        yield f"api/{room}.md", f"# `{room}`\n\n{shared_lines(room)}{shown}"
     yield "api/index.md", api_index()
+
+
+def shared_lines(room: str) -> str:
+    """Return what the examples on the page of a package share, below their heading; "" if it has no such example."""
+    if not any(name.rpartition(".")[0] == room for name in examples()):
+        return ""
+    return f"The examples of classes on this page begin with these lines:\n\n```pycon\n{shared()}\n```\n\n"
 
 
 def api_index() -> str:
@@ -280,7 +289,7 @@ def file_name(name: str) -> str:
     return name.replace(":", "-")
 
 
-def toctree(names: "Sequence[str] | dict[str, click.Command]", *, hidden: bool = False) -> str:
+def toctree(names: Iterable[str], *, hidden: bool = False) -> str:
     """Return a table of contents."""
     option = ":hidden:\n" if hidden else ""
     return f"```{{toctree}}\n:maxdepth: 1\n{option}\n" + "\n".join(names) + "\n```\n"
@@ -290,6 +299,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-docstring", plain_text, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", add_example, priority=410)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -299,3 +309,9 @@ def plain_text(_app: Sphinx, _what: str, _name: str, _obj: object, _options: obj
         parts = line.split("`")
         parts[::2] = [part.replace("|", "\\|").replace("*", "\\*").replace("_ ", "\\_ ") for part in parts[::2]]
         lines[i] = "`".join(parts)
+
+
+def add_example(_app: Sphinx, _what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Add the example of a class that has one in `class_examples`."""
+    if example := examples().get(name):
+        lines += ["", "Example:", *(f"    {line}" for line in example.splitlines()), ""]

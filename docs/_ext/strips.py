@@ -1,7 +1,8 @@
 """The strip on the page of each attack and defense: the private image, what was fed or released, a reconstruction.
 
-`python docs/_ext/strips.py RUNS` runs the example of each page into a folder of RUNS, and goes on
+`python docs/_ext/strips.py RUNS [SECONDS]` runs the example of each page into a folder of RUNS, and goes on
 where it was stopped. An example that takes longer than the limit has no strip, and its page says so.
+Pages without a strip are tried again where SECONDS is given.
 """
 
 import json
@@ -40,14 +41,29 @@ PHOTOGRAPH = "samples/chelsea-0"
 """The photograph that is shown where the example attacks it."""
 
 SECONDS = 90
-"""The limit of an example, on one core."""
+"""The limit of an example, on one core, unless another is given."""
+
+DECODERS = ("inversion-conv", "inversion-mae", "inversion-set", "inversion-token")
+SEARCHES = ("beyondinfering", "clsattack", "deepleakage", "invertinggradients", "legacy", "modern")
+SEARCHES += ("seethroughgradients", "tag", "wei")
+FEWER = {
+    "orthogonal-matching": ("steps=2",),
+    **dict.fromkeys(DECODERS, ("steps=20",)),
+    **{f"breaching:{name}": ("optim.max_iterations=100", "restarts.num_trials=1") for name in SEARCHES},
+}
+"""Options that make long examples short; the caption has the command with them."""
 
 _SIDE, _GAP = 32, 3
 """A panel and the space between two, in pixels; the site enlarges them without smoothing."""
 
 
-def main(runs: Path) -> None:
-    """Run the examples that have no strip yet, and write their strips and captions."""
+def main(runs: Path, seconds: int | None = None) -> None:
+    """Run the examples that have no strip yet, and write their strips and captions.
+
+    Args:
+        runs: the folder of their run directories.
+        seconds: the limit of each example; None is SECONDS, and does not try again what has no strip.
+    """
     FOLDER.mkdir(exist_ok=True)
     for name, kind in known().items():
         if kind not in ("attack", "defense"):
@@ -55,17 +71,18 @@ def main(runs: Path) -> None:
         words = shlex.split(explain(name).sections["Example"])
         if "--limit" not in words:
             words += ["--limit", "2"]
+        words += [word for option in FEWER.get(name, ()) for word in ("--set", f"{name}.{option}")]
         captions = json.loads(CAPTIONS.read_text("utf-8")) if CAPTIONS.exists() else {}
         run, file = runs / name.replace(":", "-"), FOLDER / f"{name.replace(':', '-')}.png"
-        if name not in captions:
-            caption = _strip(words, run, file, name if kind == "attack" else "")
+        if name not in captions or (seconds and "missing" in captions[name]):
+            caption = _strip(words, run, file, name if kind == "attack" else "", seconds or SECONDS)
             captions[name] = {"command": shlex.join(words), **caption}
             text = json.dumps(captions, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
             write_whole(CAPTIONS, lambda draft, text=text: draft.write_text(text, "utf-8"))
         print(name, captions[name], flush=True)  # noqa: T201
 
 
-def _strip(words: Sequence[str], run: Path, file: Path, attack: str) -> dict[str, str]:
+def _strip(words: Sequence[str], run: Path, file: Path, attack: str, seconds: int) -> dict[str, str]:
     """Run an example, write its strip, and return what the panels are; or why there is no strip.
 
     Args:
@@ -73,15 +90,16 @@ def _strip(words: Sequence[str], run: Path, file: Path, attack: str) -> dict[str
         run: its run directory.
         file: that of the strip.
         attack: whose reconstruction is shown; "" for the one with the highest PSNR.
+        seconds: after which it is stopped.
     """
     signal.signal(signal.SIGALRM, _stop)
-    signal.alarm(SECONDS)
+    signal.alarm(seconds)
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             cli.main([*words[1:], "--metrics", "psnr", "--out", str(run)], standalone_mode=False)
     except _LateError:
         return _from_benchmark(words, file, attack) or {
-            "missing": f"the example takes more than {SECONDS} seconds on one busy core"
+            "missing": f"the example takes more than {seconds} seconds on one busy core"
         }
     except (PrivlabError, click.ClickException) as error:
         return {"missing": f"the example ends with: {error}"}
@@ -98,12 +116,12 @@ def _strip(words: Sequence[str], run: Path, file: Path, attack: str) -> dict[str
     for row in (rows if preferred.empty else preferred).sort_values("psnr", ascending=False).to_dict("records"):
         same = (records.attack == CONTROLS[0]) & (records.setting == row["setting"])
         control, image = records[same].cell.iloc[0], row["image_sha256"]
-        made = f"{row['cell']}-reassembled" if row["geometry"] == "reassembled" else row["cell"]
-        keys = [(made, image), *((f"{control}-{what}", image) for what in ("private", "sent", "fed"))]
-        found = [places[key].open().convert("RGB") if key in places else None for key in keys]
-        if found[0] is None or found[1] is None:
+        cell = f"{row['cell']}-reassembled" if row["geometry"] == "reassembled" else row["cell"]
+        keys = [(cell, image), *((f"{control}-{what}", image) for what in ("private", "sent", "fed"))]
+        made, private, sent, fed = (places[key].open().convert("RGB") if key in places else None for key in keys)
+        if made is None or private is None:
             continue
-        shown = _draw(file, found[1], *_released(words, row["release"], *found[1:]), found[0])
+        shown = _draw(file, private, *_released(words, row["release"], private, sent, fed), made)
         label = attack_label(row["attack"], row["geometry"])
         return {"middle": shown, "made": label, "psnr": f"{row['psnr']:.1f}", "photograph": row["image"]}
     reasons = records.reason[own & (records.status != "ok")].dropna()
@@ -186,4 +204,4 @@ def _grey(values: torch.Tensor) -> Image.Image:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

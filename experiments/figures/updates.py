@@ -74,8 +74,8 @@ otherwise, the client takes one step of SGD on one image.
   visible in the picture above. `privlab attack` asks for 20 images before it says that one leaks which is not exact.
 - Secure aggregation has two clients of one image on `cifar_vit`, and four on ViT-Ti.
 - Adam and AdamW are the same without weight decay, as here.
-- DP-SGD has a noise multiplier of 1: ε ≤ 4.73 for whether an image was used (δ = 10⁻⁵, one release). On ViT-Ti the
-  gradient of the step was attacked.
+- DP-SGD has a noise multiplier of 1: ε ≤ 4.73 for presence, whether an image was used (δ = 10⁻⁵, one release). On
+  ViT-Ti the gradient of the step was attacked.
 - MixUp (shares of 0.7 and 0.3) and CutMix (a quarter of the image) mix each photograph with the next one, and their
   labels in the same shares. What comes back is the mixed image. One that MixUp made has no grey levels, so that none
   counts as exact.

@@ -60,8 +60,8 @@ class AuditMod:
             by ImageNet's mean and deviation where it has none.
         client: its settings (`privlab.threat.Client`).
         folder: path of the folder for the lines.
-        images: returns the images of a context's client, b × c × h × w in [0, 1], as the model is fed them before
-            normalisation; None judges by the certificate instead, for clients of one image.
+        images: returns the images of a context's client, b × c × h × w in [0, 1], after resizing and augmentation and
+            before they are normalised; None judges by the certificate instead, for clients of one image.
         max_psnr: the largest PSNR in dB that is sent, with images; > 0. One colour has about 12 dB.
         max_explained: the largest explained share that is sent, without images; in (0, 1].
 

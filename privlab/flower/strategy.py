@@ -84,7 +84,7 @@ class RecordingStrategy(Strategy):
 
 
 class AuditingStrategy(RecordingStrategy):
-    """Audit the update of each client before it is aggregated, and leave out those that give an image away.
+    """Audit the update of each client before it is aggregated, and leave out those that reveal an image.
 
         strategy = AuditingStrategy(FedAvg(), "updates", "timm:vit_tiny_patch16_224", client=Client(lr=0.01))
 

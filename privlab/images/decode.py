@@ -26,7 +26,7 @@ else:  # torch is slow to import, and files need none
     Tensor = object
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
-"""Where a label comes from; "predicted" is by the victim, "released" is given away by the gradient that is audited."""
+"""Where a label comes from; "predicted" is by the victim, "released" is revealed by the gradient that is audited."""
 Target: TypeAlias = int | tuple[int, ...] | tuple[float, ...] | None
 """A class index, the classes of an image that may have several, or a share for each class; None for no label."""
 

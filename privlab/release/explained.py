@@ -359,7 +359,7 @@ def errors_of_filters(seen: Observation, names: Sequence[str]) -> list[dict[str,
 
 
 def exact_entries(seen: Observation) -> dict[str, Bool[Tensor, "..."]]:
-    """Return which entries of the first release filters leave as they were, but for one factor on all (`scales`)."""
+    """Return which entries of the first release filters leave as they were, except for one factor on all (`scales`)."""
     if not Stack(tuple(seen.defense)).on_gradients:
         return {name: torch.ones_like(g[0], dtype=torch.bool) for name, g in seen.gradients.items()}
     return {name: variance == 0 for name, variance in errors_of_filters(seen, list(seen.gradients))[0].items()}

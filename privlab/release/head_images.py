@@ -289,7 +289,7 @@ class _Space:
         return r - self.U @ (self.U.T @ r)
 
     def holds(self, r: Float[Tensor, " y"], f: Float[Tensor, " d"], off: Float[Tensor, ""]) -> bool:
-        """Return whether G − r fᵀ has one rank less, but for the errors of G.
+        """Return whether G − r fᵀ has one rank less, except for the errors of G.
 
         For a true pair r = (G − N) g with g = G⁺ r and N the errors, so that N g is all of r outside the columns of G:
         `off`, relative to r.

@@ -72,7 +72,7 @@ def run_client(
 
     The weights are stored, and their updates rounded, in the model's own number format; so is the difference. What is
     sent is then rounded to `client.sent_as`, and a server that gets weights subtracts θ_0 from them. Layers run as in
-    evaluation, but for the client's dropout and drop path. A defense of images draws again for each batch of each step.
+    evaluation, except for the client's dropout and drop path. Image defenses draw again for each batch of each step.
     The difference is not finite if the training diverges. A layer that fuses slices trains too, and is left out: it is
     no part of the victim.
 
@@ -276,7 +276,7 @@ def each_release(seen: Observation) -> list[dict[str, Float[Tensor, "..."]]]:
 
 
 def as_gradients(seen: Observation) -> Observation:
-    """Return the observation of gradients that updates of one step of SGD are but for a factor.
+    """Return the observation of gradients that updates of one step of SGD are except for a factor.
 
     Raises:
         PrivlabError: if the client has no `gradient_factor`, so that the updates are not gradients.

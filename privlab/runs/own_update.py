@@ -143,8 +143,7 @@ class OwnUpdateAudit:
         Args:
             before: the weights that the server sent, by timm's names: those of `names`, or more.
             after: the weights that are to be sent.
-            images: the images of the round as the model is fed them, in [0, 1] before normalisation; None for the
-                certificate.
+            images: the images of the round in [0, 1], augmented and not yet normalised; None for the certificate.
 
         Raises:
             PrivlabError: if the two belong to another model, hold NaN or are equal, or images do not fit the model.
@@ -154,7 +153,7 @@ class OwnUpdateAudit:
             self.check_certificate()
         elif images.shape[1:] != self.model.image_shape:
             raise PrivlabError(
-                f"The images of the audit must be of shape {self.model.image_shape}, as the model is fed them. "
+                f"The images of the audit must be of shape {self.model.image_shape}, the size that the model is fed. "
                 f"Found {tuple(images.shape[1:])}."
             )
         with full_precision(), collect_warnings([]):  # what weakens the attack is in `limits`
@@ -251,7 +250,7 @@ def _stretched(image: Float[Tensor, "1 c h w"]) -> Float[Tensor, "1 c h w"]:
 
 
 def _limits(seen: Observation, client: Client) -> str | None:
-    """Return why the closed form is not exact for this update; None if it is, but for rounding."""
+    """Return why the closed form is not exact for this update; None if it is, except for rounding."""
     B = seen.images_per_release
     found = [PatchGradient().beyond(replace(seen, client=replace(client, weight_decay=0.0)))]  # it is subtracted
     found += [f"{B} images in one update"] if B > 1 else []

@@ -23,7 +23,7 @@ _RANGE = 512  # the normalised pixels that can be held, from −512 to 512: imag
 
 _BEYOND = 0.01  # how far a pixel may be from black and white, by rounding, for a normalisation to fit
 TWO_MODELS = 0.1
-"""The least share of the weights' norm by which two models differ, and the most of that which a stated round moves.
+"""The least share of the weights' norm by which two models differ, and the most of it that a stated round moves.
 
 Fine-tuning moved the victims of the package by 0.3 to 0.4 of it, other trainings by 0.9 and more. A round of 5 steps of
 SGD at a rate of 0.01 moved them by 0.02, one of 20 at 0.1 with momentum by 0.32, which its own settings explain.

@@ -308,7 +308,7 @@ class OnFeatures(Claims):
             yield f"key_bits {sent.key_bits} instead of a number of bits"
 
     def checks(self, sent: Sent) -> Iterator[Check]:
-        """Yield whether the rows are the declared ones but for the declared noise, and can be trained through."""
+        """Yield whether the rows are the declared ones except for the declared noise, and can be trained through."""
         declared = defense_declarations(self.defense)
         effects = declared.acts_as
         std = float(effects.noise_std if isinstance(effects, Effects) else declared.std or 0.0)

@@ -445,7 +445,7 @@ CLIENT_PRESETS: Mapping[str, Client] = MappingProxyType(
 - `flowertune-vit`: github.com/adap/flower, examples/flowertune-vit (pyproject.toml: lr 0.01, batch 32;
   vitexample/client_app.py: Adam, one epoch, shuffled; task.py: all frozen but the head), weights of the head returned.
 - `mediswarm`: github.com/KatherLab/MediSwarm, application/jobs/ODELIA_ternary_classification: its ViT (custom/models/
-  mst.py: lr 1e-6; base_model.py: AdamW, hence torch's λ = 0.01), custom/threedcnn_ptl.py: batches of one volume, five
+  mst.py: lr 1e-6; base_model.py: AdamW, so torch's λ = 0.01), custom/threedcnn_ptl.py: batches of one volume, five
   epochs a round, no accumulation, no clipping; config/config_fed_client.conf: the difference of weights is sent. A
   volume has 32 slices (custom/data/datasets/dataset_3d_odelia.py, CropOrPad), which one ViT for images sees in one step
   (mst.py, `rearrange`), and a layer of a transformer fuses its features before the head (`SliceFusion`).

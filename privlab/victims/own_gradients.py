@@ -128,8 +128,8 @@ def _logits(made: object) -> Tensor:
 def _differences(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
     """Return ‖g − g′‖ / max(‖g‖, ‖g′‖) where this is more than rounding.
 
-    A gradient may be zero but for rounding, as that of a bias of keys is; the rounding is that of the largest gradient
-    of the same module.
+    A gradient may be zero except for rounding, as that of a bias of keys is; the rounding is that of the largest
+    gradient of the same module.
     """
     norms = {name: float(g.double().norm()) for name, g in wanted.items()}
     module = {name: name.rsplit(".", 2)[0] for name in norms}

@@ -77,3 +77,55 @@ def test_the_example_of_a_docstring_prints_what_it_says(name: str) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     for example in EXAMPLES[name]:
         assert runner.run(example).failed == 0
+
+
+def _shared_names(extension: ModuleType) -> dict[str, object]:
+    """Return what the lines define that the examples of the site share."""
+    names: dict[str, object] = {}
+    exec("\n".join(line.removeprefix(">>> ") for line in extension.shared().splitlines()), names)
+    return names
+
+
+def _complaints(extension: ModuleType, name: str, names: dict[str, object]) -> str:
+    """Return what doctest complains of in the example of a class."""
+    test = doctest.DocTestParser().get_doctest(extension.examples()[name], dict(names), name, None, None)
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(test, out=said.append)
+    return "".join(said)
+
+
+def test_every_attack_and_defense_has_an_example_and_every_example_a_class(
+    extensions: tuple[ModuleType, ModuleType],
+) -> None:
+    pytest.importorskip("flwr")
+    found = import_module("class_examples").examples()
+    for room in ("privlab.attacks", "privlab.defenses"):
+        public = {name for name in dir(import_module(room)) if isinstance(getattr(import_module(room), name), type)}
+        assert {f"{room}.{name}" for name in public if not name.startswith("_")} <= {*found}
+    for name in found:
+        room, _, last = name.rpartition(".")
+        assert isinstance(getattr(import_module(room), last), type), name
+
+
+def test_examples_of_the_pages_of_the_api_print_what_they_say(extensions: tuple[ModuleType, ModuleType]) -> None:
+    extension = import_module("class_examples")
+    names = _shared_names(extension)
+    rooms = ("privlab.attacks", "privlab.flower", "privlab.threat.Guarantee")
+    quick = [name for name in extension.examples() if not name.startswith(rooms)]
+    assert len(quick) > 50
+    assert "".join(_complaints(extension, name, names) for name in quick) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::privlab.base.PrivlabWarning")
+def test_examples_of_attacks_on_the_pages_of_the_api_run(extensions: tuple[ModuleType, ModuleType]) -> None:
+    pytest.importorskip("flwr")
+    pytest.importorskip("opacus")
+    extension = import_module("class_examples")
+    names = _shared_names(extension)
+    slow = [
+        name
+        for name in extension.examples()
+        if name.startswith(("privlab.attacks", "privlab.flower", "privlab.threat.Guarantee"))
+    ]
+    assert "".join(_complaints(extension, name, names) for name in slow) == ""
