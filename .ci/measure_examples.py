@@ -3,7 +3,7 @@
     python .ci/measure_examples.py                  # all but those of breaching
     python .ci/measure_examples.py mjp-full mjp     # these pages alone; the others stay as they are
 
-The pages and `privlab explain` print these figures beside the command.
+The pages and `privlab explain` print these figures next to the command.
 """
 
 import json

@@ -52,15 +52,15 @@ def bench_attack(
 ) -> Bench:
     """Time a training step, the observation, each solve, the scoring, and breaching's APRIL, in `repeats` rounds.
 
-    Searches are measured once (`search_costs`), and in processor time, as is a training step beside them: other work on
+    Searches are measured once (`search_costs`), and in processor time, as is a training step next to them: other work on
     the machine hardly counts then. On a GPU all times are the GPU's own, between two events, and the most memory that
     each stage holds there is measured in a round more.
 
-    Each round times every stage once on all images, so that a noisy moment affects all alike; medians are taken over
+    Each round times every stage once on all images, so that a noisy moment affects all equally; medians are taken over
     the rounds. "solve" is an attack's call, given the gradient, images included: ours against breaching's as it ships;
     the linear solves within breaching's attack are also timed on their own. Peak memory is that of `privlab attack`,
-    with 400 and with 40 images, each in a process of its own. The README's main job runs in one too, twice: alone, of
-    which an image's share of the whole time is compared with a training step, and beside a process that keeps a core
+    with 400 and with 40 images, each in a separate process. The README's main job runs in one too, twice: alone, of
+    which an image's share of the whole time is compared with a training step, and next to a process that keeps a core
     busy, of which the processor time is compared with that of the first.
 
     Args:

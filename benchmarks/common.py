@@ -31,7 +31,7 @@ MAIN = "from privlab.cli import main; main()"
 class Bench:
     """Ratios and other figures with their targets ("≤ 0.75"), and the medians from which they were computed.
 
-    `unit` is what the medians are per: an image, but for `privlab bench startup`, which runs none. `gpu_memory` is the
+    `unit` is what the medians are per: an image, except for `privlab bench startup`, which runs none. `gpu_memory` is the
     most memory on the GPU that each stage held, in MiB; a CPU has none.
     """
 
@@ -43,7 +43,7 @@ class Bench:
     gpu_memory: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Return everything as plain data, with each ratio as a key of its own."""
+        """Return everything as plain data, with a separate key for each ratio."""
         speed = {name: 1 / seconds for name, seconds in self.seconds_per_image.items()}
         return {
             **self.ratios,
@@ -129,7 +129,7 @@ def median_seconds(
 ) -> dict[str, float]:
     """Return the median seconds of every stage over `repeats` rounds, after one round that warms up.
 
-    Each round times every stage once, so that a noisy moment affects all alike.
+    Each round times every stage once, so that a noisy moment affects all equally.
 
     Args:
         stages: the stages by name, in the order in which they are timed.

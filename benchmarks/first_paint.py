@@ -34,7 +34,7 @@ def find_chromium() -> str | None:
 
 
 def first_paint(chromium: str, page: Path, times: int = 3) -> float:
-    """Return the median of the seconds from the navigation to the first paint, each in a tab of its own.
+    """Return the median of the seconds from the navigation to the first paint, each in a new tab.
 
     Args:
         chromium: path of the browser, as `find_chromium` returns it.

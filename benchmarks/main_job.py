@@ -1,4 +1,4 @@
-"""The README's main job as a user runs it: a process of its own, alone and beside one that keeps a core busy."""
+"""The README's main job as a user runs it: a separate process, alone and next to one that keeps a core busy."""
 
 import subprocess
 import sys

@@ -120,7 +120,7 @@ def _one_by_one(Z: Float[Tensor, "b n d"], r: Tensor, c: Tensor) -> Float[Tensor
 def _observe_permuted(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
     """Return what a server sees of a batch of photographs with permuted rows, and what the client sent.
 
-    The server has eight other photographs of its own.
+    The server has eight other photographs.
     """
     assert subject.model.vit.pos_embed is not None
     subject.model.vit.pos_embed.mul_(_PE_SCALE)

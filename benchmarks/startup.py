@@ -1,4 +1,4 @@
-"""`privlab bench startup`: what a command costs before it works, beside the imports that it cannot do without."""
+"""`privlab bench startup`: what a command costs before it works, next to the imports that it cannot do without."""
 
 import itertools
 import statistics

@@ -50,7 +50,7 @@ def finished_run(experiment: Experiment, path: Path, options: Options, *, real: 
     Scores are changed by up to a tenth. Parts are as large as the tasks that `options` ask for.
 
     Args:
-        experiment: the experiment that the run is of.
+        experiment: the experiment of the run.
         path: the directory, which is created.
         options: how the run is cut into tasks, and how many images have PNGs.
         real: number of the first images of each case that are run, at most those of its first task; all images of the

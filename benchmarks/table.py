@@ -74,7 +74,7 @@ def bench_table(
     observation and the attacks alone, of images in memory; victims are loaded beforehand for both. `…_over_one`: images
     per second with one thread a worker, from when each worker has returned its first result; `start_seconds` says when
     that was. `resume_…_1e6`: reading, laying out and resuming an experiment whose million records exist, by a process
-    that has imported everything; and its peak memory, in GiB, beside that of the imports alone. `report_…_1000`: the
+    that has imported everything; and its peak memory, in GiB, next to that of the imports alone. `report_…_1000`: the
     page of 1000 images in two cases, all with PNGs, and its first paint in Chromium. What cannot be measured here is
     named in `absent`, with the reason.
 
@@ -238,7 +238,7 @@ def _a_core_each() -> Iterator[None]:
 
 
 def _resume(folder: Path, step: Callable[[], None]) -> dict[str, float]:
-    """Make an experiment with all of its records, and resume it in a process of its own."""
+    """Make an experiment with all of its records, and resume it in a separate process."""
     cases = -(-_RECORDS // (_RESUMED_IMAGES * (2 * len(GEOMETRIES) + len(CONTROLS))))
     file, path, gammas = folder / "scaled.toml", folder / "scaled", [(i + 1) / (cases + 1) for i in range(cases)]
     images = photographs(folder / "scaled-images", _RESUMED_IMAGES)

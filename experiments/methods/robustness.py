@@ -134,7 +134,7 @@ def corruption_errors(
         victim: the classifier, with its preprocessing.
         root: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C; severities are 1 to 5.
         classes: the label of each class folder by its name; None for the positions in the sorted folder names.
-        limit: the number of images of each corruption and severity, taken from all classes by turns; None for all.
+        limit: the number of images of each corruption and severity, taken from each class in turn; None for all.
         size: the number of images computed at a time.
         show: called with the number of severity folders that are done, and with the number of all.
 

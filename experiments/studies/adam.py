@@ -1,4 +1,4 @@
-"""`privlab study adam`: what the first step of AdamW shows of a gradient, beside the number of unknowns."""
+"""`privlab study adam`: what the first step of AdamW shows of a gradient, next to the number of unknowns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class AdamStudy:
         img_size: the side of the input, in pixels; None for the victim's own.
         labels: a CSV file with file and label, or "predicted"; None for the source's own.
         rate: η, > 0.
-        blocks: L, the first blocks that are counted beside the embedding, ≥ 0.
+        blocks: L, the first blocks that are counted besides the embedding, ≥ 0.
         limit: photographs, ≥ 1.
         every: the photographs at positions 0, K, 2 K, ….
         offset: the first photographs, which are left out.

@@ -1,4 +1,4 @@
-"""`privlab study jigsaw`: the jigsaw protocols of other papers, their figures beside those of our solvers."""
+"""`privlab study jigsaw`: the jigsaw protocols of other papers, their figures next to those of our solvers."""
 
 import math
 import time
@@ -28,7 +28,7 @@ from privlab.reassembly.border_costs import border_costs
 RECORDS, FACTS = "jigsaw.parquet", "facts.json"
 
 SLOT_WEIGHT = 0.5
-"""Weight of −log p(slot | piece) beside the odds of borders; chosen on photographs."""
+"""Weight of −log p(slot | piece) next to the odds of borders; chosen on photographs."""
 
 BATCH = 50
 """Number of images that are read at once."""
