@@ -52,9 +52,9 @@ def bench_attack(
 ) -> Bench:
     """Time a training step, the observation, each solve, the scoring, and breaching's APRIL, in `repeats` rounds.
 
-    Searches are measured once (`search_costs`), and in processor time, as is a training step next to them: other work on
-    the machine hardly counts then. On a GPU all times are the GPU's own, between two events, and the most memory that
-    each stage holds there is measured in a round more.
+    Searches are measured once (`search_costs`), and in processor time, as is a training step next to them: other work
+    on the machine hardly counts then. On a GPU all times are the GPU's own, between two events, and the most memory
+    that each stage holds there is measured in another round.
 
     Each round times every stage once on all images, so that a noisy moment affects all equally; medians are taken over
     the rounds. "solve" is an attack's call, given the gradient, images included: ours against breaching's as it ships;

@@ -31,8 +31,8 @@ MAIN = "from privlab.cli import main; main()"
 class Bench:
     """Ratios and other figures with their targets ("≤ 0.75"), and the medians from which they were computed.
 
-    `unit` is what the medians are per: an image, except for `privlab bench startup`, which runs none. `gpu_memory` is the
-    most memory on the GPU that each stage held, in MiB; a CPU has none.
+    `unit` is what the medians are per: an image, except for `privlab bench startup`, which runs none. `gpu_memory` is
+    the most memory on the GPU that each stage held, in MiB; a CPU has none.
     """
 
     ratios: Mapping[str, float]

@@ -54,7 +54,7 @@ class Public:
         colour everywhere: an attack that finds nothing leaves grey, and that must not count as a leak. Where no public
         photograph is left for an image, only the last two are returned. Where gradients are released, which show
         labels, and photographs have labels, there is also the mean of the photographs of the image's class, or of all
-        photographs if none is of that class.
+        photographs if none has that class.
 
         Args:
             batch: the private images; the controls of an image are never made of the image itself, nor of other crops

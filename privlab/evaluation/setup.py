@@ -110,7 +110,7 @@ def _stream(name: str, split: str | None) -> Data:
 
 
 def _check_enough(source: Data, spec: Case) -> None:
-    """Check that there are as many images as are released together.
+    """Check that there are enough images for one release.
 
     Raises:
         PrivlabError: if there are fewer, with what would be right.

@@ -231,7 +231,7 @@ def check_choice(limit: int | None, every: int | None, offset: int | None, manif
         if value is None:
             continue
         if manifest is not None:
-            raise PrivlabError(f"A manifest names its photographs one by one. Found {name} {value} beside it.")
+            raise PrivlabError(f"A manifest names its photographs one by one. Found {name} {value} with it.")
         right = "a positive integer" if least else "an integer from 0 on"
         check_range(type(value) is int and value >= least, name, right, value)
 

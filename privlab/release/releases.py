@@ -215,7 +215,7 @@ def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws, cut_layer: 
 def observe_features(
     model: VictimModel, sent: Sent, stack: Stack, public: Float[Tensor, "m c h w"], cut_layer: int = 0
 ) -> FeatureObservation:
-    """Return what the server sees of a batch, given the public base and images of its own.
+    """Return what the server sees of a batch, given the public base and its own images.
 
     Args:
         model: the public base.

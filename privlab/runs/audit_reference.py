@@ -60,7 +60,7 @@ class ReferenceScorer:
             count: the number of images behind the release.
 
         Raises:
-            PrivlabError: if the file is not a readable image, or holds more images than the release is of.
+            PrivlabError: if the file is not a readable image, or holds more images than the release.
         """
         data = open_images(reference, bit_depth=spec.data.bit_depth)
         first = next(iter(data))
