@@ -47,6 +47,7 @@ from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientP
 from .gradients.patch_update import PatchUpdate as PatchUpdate
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .published.learning_to_invert import LearningToInvert as LearningToInvert
+from .published.norm_regression import NormRegression as NormRegression
 from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .published.qkv_completion import QkvCompletion as QkvCompletion
 from .published.staged_likelihood import StagedLikelihood as StagedLikelihood

@@ -265,6 +265,14 @@ def test_censor_has_a_rank_by_the_decoder_that_is_trained_on_its_releases() -> N
     assert (alone.rank, alone.verdict) == (None, "no evidence")
 
 
+def test_lengths_of_all_gradients_break_censor_barely() -> None:
+    stems = {"gradients-censor", "gradients-learning-to-invert", "gradients-norm-regression"}
+    (row,) = standings([each for each in entries() if each.path.stem in stems])
+    assert (row.rank, row.best_attack, row.verdict) == (1, "norm-regression", "broken")
+    assert row.score == pytest.approx(13.23, abs=0.01)
+    assert row.unreliable == ()
+
+
 def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_path: Path, high: np.ndarray) -> None:
     low = result(tmp_path, "low", records((high - 5).tolist(), [5.0] * 64), utility=0.9)
     same = result(tmp_path, "same", records((high - 5).tolist(), [5.0] * 64), utility=0.2)
