@@ -4,7 +4,7 @@ A defense's algorithm is public, so the adversary runs it under its own draws. I
 patches went, and how far two releases of one image differ.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, reduce
 from itertools import islice
@@ -43,6 +43,9 @@ STD_TOLERANCE = 0.05
 ROUNDING_ERROR = 1e-3  # the relative error of a release, beyond its noise, above which it is more than rounding
 
 ORDER: dict[RowOrder, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
+
+_PLACES = frozenset({"patches", "one_order", "values"})
+"""The effects that say where patches and their values went."""
 
 _TEXTURED = [0, 2]
 """The images of `_images` in which no two patches are equal, so that a patch is found wherever it went."""
@@ -121,8 +124,14 @@ def _both(first: Effects, then: Effects) -> Effects:
     )
 
 
-def measure_effects(model: VictimModel, part: AnyDefense) -> Effects:
+def measure_effects(model: VictimModel, part: AnyDefense, given: Mapping[str, Tensor] | None = None) -> Effects:
     """Return the effects of one defense, measured on its releases of a few images; what it declares is not looked at.
+
+    Args:
+        model: the victim on which the defense is measured.
+        part: the defense, with its options.
+        given: what the defense gets of clients: the images or the tokens under any name, or the gradients by theirs;
+            None for those of images of the adversary's own.
 
     Raises:
         PrivlabError: if it does not run.
@@ -135,7 +144,7 @@ def measure_effects(model: VictimModel, part: AnyDefense) -> Effects:
         measure, method = _on_features, "send(sent, draws) must return Sent"
     try:
         with torch.no_grad(), full_precision(), torch.random.fork_rng(devices=[]):
-            return measure(model, part)
+            return measure(model, part, given)
     except PrivlabError:
         raise
     except Exception as error:
@@ -144,7 +153,9 @@ def measure_effects(model: VictimModel, part: AnyDefense) -> Effects:
         ) from error
 
 
-def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) -> list[str]:
+def contradictions(
+    model: VictimModel, part: AnyDefense, chance: float = 1.1, given: Mapping[str, Tensor] | None = None
+) -> list[str]:
     """Return where the measured effects of a defense differ from those that it declares in `acts_as`, one line each.
 
     A defense that does nothing here, with these options, contradicts nothing.
@@ -153,6 +164,7 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) ->
         model: the victim on which the defense is measured.
         part: the defense, with its options.
         chance: the factor, at least 1, that declared and measured variance of a noise may differ by chance.
+        given: as `measure_effects` takes it.
 
     Raises:
         PrivlabError: if the defense does not run.
@@ -160,11 +172,13 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) ->
     declared = defense_declarations(part).acts_as
     if type(declared) is not Effects:
         return [f"{type(declared).__name__} declared instead of Effects"]
-    found = _measured(model, part)
+    found = _measured(model, part) if given is None else measure_effects(model, part, given)
     if found == Effects():
         return []
     wrong = []
-    for name in (field.name for field in fields(Effects)):
+    # In clients' images whose pixels are changed, patches may be equal, and it is not seen where they went.
+    unseen = _PLACES if given is not None and declared.other and found.other else frozenset()
+    for name in (field.name for field in fields(Effects) if field.name not in unseen):
         said, seen = getattr(declared, name), getattr(found, name)
         near = name == "noise_std" and said > 0 and 1 / chance <= (seen / said) ** 2 <= chance
         if said != seen and not near:
@@ -172,14 +186,15 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) ->
     return wrong
 
 
-def _on_images(model: VictimModel, part: Defense) -> Effects:
+def _on_images(model: VictimModel, part: Defense, given: Mapping[str, Tensor] | None) -> Effects:
     """Measure the order, the masks and the pixels of what is fed."""
-    images = _images(model)
+    images = _images(model) if given is None else _only(given)
+    textured = _TEXTURED if given is None else []
     moved = beyond = masked = values = other = False
     one_order, kind = True, "unknown"
     for draws in _draws(len(images)):
         feed = Stack((part,)).feed(images, model.patch, draws.images, len(images), draws.model)
-        order, seen = _order(images, feed, model.patch)
+        order, seen = _order(images, feed, model.patch, textured)
         away = order != torch.arange(order.shape[1], device=order.device)
         hidden = torch.zeros_like(away) if feed.masked_pe is None else feed.masked_pe
         moved, beyond = moved or bool(away.any()), beyond or bool((away & ~hidden).any())
@@ -194,28 +209,42 @@ def _on_images(model: VictimModel, part: Defense) -> Effects:
     return Effects(patches=patches, pe=pe, one_order=one_order and (moved or masked), values=values, other=other)
 
 
-def _order(images: Float[Tensor, "b c h w"], feed: Feed, patch: int) -> tuple[Int[Tensor, "b n"], Sequence[int]]:
+def _only(given: Mapping[str, Tensor]) -> Tensor:
+    """Return the one tensor that there is."""
+    (tensor,) = given.values()
+    return tensor
+
+
+def _order(
+    images: Float[Tensor, "b c h w"], feed: Feed, patch: int, textured: Sequence[int]
+) -> tuple[Int[Tensor, "b n"], Sequence[int]]:
     """Return the order in which patches are fed, and the images in which it is seen.
 
     It is the order that the feed states if the pixels stand so. Otherwise each patch of a textured image is taken for
     the nearest private one, if that is a permutation: of what explains nothing it hardly is one.
+
+    Args:
+        images: the private images.
+        feed: what a defense makes of them.
+        patch: the side of a patch in pixels.
+        textured: the images in which no two patches are equal; where there are none, the feed's order is believed.
     """
     everywhere = range(len(images))
     if torch.equal(feed.images, permute(images, feed.order, patch)):
         return feed.order, everywhere
     order, away = feed.order.clone(), False
-    for i in _TEXTURED:
+    for i in textured:
         fed, own = (patchify(each[i : i + 1], patch)[0] for each in (feed.images, images))
         nearest = torch.cdist(fed, own).argmin(1)
         if len(nearest.unique()) == len(nearest):
             away = away or not torch.equal(nearest, order[i])
             order[i] = nearest
-    return order, _TEXTURED if away else everywhere
+    return order, textured if away else everywhere
 
 
-def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
+def _on_features(model: VictimModel, part: FeatureDefense, given: Mapping[str, Tensor] | None) -> Effects:
     """Measure where rows and columns come from, and what is left: what differs from draw to draw is noise."""
-    tokens = model.embed(_images(model))
+    tokens = model.embed(_images(model)) if given is None else _only(given)
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
     places: list[RowOrder] = [_rows(each) for each in sent]
@@ -250,18 +279,10 @@ def _rows(sent: Sent) -> RowOrder:
     return "kept" if torch.equal(order[0], slots) else "shared"
 
 
-def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
-    """Compare two releases of one gradient with each other, and with it.
-
-    The gradient has every parameter that clients release: a defense may look for any of them by its name.
-    """
-    parameters = dict(model.vit.named_parameters())
-    shapes = {name: parameters[name].shape for name in sorted(released_parameters(model) & parameters.keys())}
-    # All of them share one table of random numbers, as long as the largest, which is drawn and held once.
-    longest = max(shape.numel() for shape in shapes.values())
-    table = torch.randn(2, longest, generator=Generator().manual_seed(0)).to(model.mean)
-    true = {name: table[:, : shape.numel()].unflatten(1, shape) for name, shape in shapes.items()}
-    first, second = islice(_draws(2), 2)
+def _on_gradients(model: VictimModel, part: GradientDefense, given: Mapping[str, Tensor] | None) -> Effects:
+    """Compare two releases of the same gradients with each other, and with them."""
+    true = _gradients(model) if given is None else given
+    first, second = islice(_draws(len(next(iter(true.values())))), 2)
     one = part.release({name: g.clone() for name, g in true.items()}, first.images)
     two = part.release({name: g.clone() for name, g in true.items()}, second.images)
     true = {name: g for name, g in true.items() if name in one}
@@ -271,6 +292,16 @@ def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
         return Effects(gradients="pruned")
     drawn = any(not torch.equal(one[name], two[name]) for name in true)
     return Effects(gradients="noisy" if drawn else "rounded")
+
+
+def _gradients(model: VictimModel) -> dict[str, Tensor]:
+    """Return random gradients of every parameter that clients release: a defense may look for any of them by name."""
+    parameters = dict(model.vit.named_parameters())
+    shapes = {name: parameters[name].shape for name in sorted(released_parameters(model) & parameters.keys())}
+    # All of them share one table of random numbers, as long as the largest, which is drawn and held once.
+    longest = max(shape.numel() for shape in shapes.values())
+    table = torch.randn(2, longest, generator=Generator().manual_seed(0)).to(model.mean)
+    return {name: table[:, : shape.numel()].unflatten(1, shape) for name, shape in shapes.items()}
 
 
 def _images(model: VictimModel) -> Float[Tensor, "4 c h w"]:

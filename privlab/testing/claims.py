@@ -2,6 +2,7 @@
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -89,7 +90,7 @@ class Check:
 
 
 @dataclass(frozen=True, eq=False)
-class Claims:
+class Claims(ABC):
     """A defense, a victim in float64, clients of one image each, and a last image that may take the second one's place.
 
     A plug-in in a separate process gets real numbers as `as_exchanged` gives them.
@@ -112,6 +113,10 @@ class Claims:
         """Return the clients' images."""
         last = len(self.images) - 1
         return self.images[[0, last if neighbour else 1, *range(2, last)]]
+
+    @abstractmethod
+    def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
+        """Return what the defense gets of the clients."""
 
     def given(self, tensor: Tensor) -> Tensor:
         """Return a tensor as the defense gets it."""
@@ -157,9 +162,15 @@ class Claims:
         return found, slopes, norms + 1e-3 * norms.square().mean(0).sqrt(), σ  # no norm is zero, even of g = 0
 
     def acts_as(self) -> Iterator[Check]:
-        """Yield, for a defense that declares what it does, how many declarations its releases contradict."""
+        """Yield, for a defense that declares what it does, how many declarations its releases contradict.
+
+        Made-up images show the most, and the clients' are those on which a defense may act otherwise.
+        """
         if defense_declarations(self.defense).acts_as is not None:
             wrong = contradictions(self.model, self.defense, NOISE_FACTOR)
+            if not wrong:
+                of_clients = contradictions(self.model, self.defense, NOISE_FACTOR, self.inputs())
+                wrong = [f"on photographs, {line}" for line in of_clients]
             text = "; ".join(wrong) or "effects that are not as declared"
             yield Check("acts-as", float(len(wrong)), 0.0, text)
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.split_pb2 import Contract as Terms
 from privlab.split.protocol.split_pb2 import Open, Opened, Reply, Request, Tensors
 from privlab.split.protocol.wire import pack
+from privlab.split.server.entrance import Entrance
 from privlab.split.server.server import METHOD, SERVICE
 from privlab.split.server.session import Limits
 
@@ -117,13 +118,65 @@ def test_connections_have_a_ceiling_and_a_deadline(first: bytes, server: Any, cl
             connections.append(closing.enter_context(socket.create_connection(("127.0.0.1", running.port), 5)))
             connections[-1].sendall(first)
         time.sleep(0.5)
-        assert still_open(connections) <= 2 + 64
+        assert still_open(connections) <= 128
         until = time.monotonic() + 20
         while still_open(connections) and time.monotonic() < until:
             time.sleep(0.1)
         assert still_open(connections) == 0
         with client(running).session(tiny.contract()) as remote:
             assert remote.forward(1, FEATURES.clone()).isfinite().all()
+
+
+@pytest.mark.parametrize(("source", "pause"), [("127.0.0.2", 0.0), ("127.0.0.1", 0.002)], ids=["elsewhere", "here"])
+def test_a_client_gets_in_during_a_flood_of_connections(source: str, pause: float, server: Any, tiny: Any) -> None:
+    """Connections that are opened again and again filled the ceiling, for as long as somebody opened them.
+
+    A client at the address of the flood has the time in which 128 further connections come to show its token.
+    """
+    ended = threading.Event()
+    opened: list[int] = []
+
+    def flood(port: int) -> None:
+        until = time.monotonic() + 30
+        with ExitStack() as closing:
+            while not ended.is_set() and time.monotonic() < until and len(opened) < 20_000:
+                with suppress(OSError):
+                    connection = closing.enter_context(socket.create_connection(("127.0.0.1", port), 5, (source, 0)))
+                    connection.sendall(HTTP2)
+                    opened.append(1)
+                time.sleep(pause)
+                if len(opened) % 200 == 0:
+                    closing.pop_all().close()
+
+    with server(limits=Limits(sessions=2)) as (running, events), futures.ThreadPoolExecutor(1) as thread:
+        flooding = thread.submit(flood, running.port)
+        try:
+            until = time.monotonic() + 20
+            while len(opened) < 400 and time.monotonic() < until:
+                time.sleep(0.01)
+            for _ in range(3):
+                with tiny.Client(running.address, tiny.TOKEN, timeout=20.0).session(tiny.contract()) as remote:
+                    time.sleep(0.3)  # while strangers' connections are closed, this one stays
+                    assert remote.forward(1, FEATURES.clone()).isfinite().all()
+        finally:
+            ended.set()
+        flooding.result(30)
+    assert len(opened) >= 400
+    assert any("without the token" in str(event) for event in events)
+
+
+@pytest.mark.parametrize("peer", ["ipv4:127.0.0.1:5000", "ipv6:%5B::ffff:127.0.0.1%5D:5000"])
+def test_a_caller_is_known_by_its_address_and_port(peer: str) -> None:
+    entrance = Entrance(most=0)
+    entrance.show(peer)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as caller, listening.accept()[0]:
+            assert entrance.make_room(port) == 1
+            assert caller.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", port)) as caller, listening.accept()[0]:
+            entrance.show(f"ipv4:127.0.0.1:{caller.getsockname()[1]}")
+            assert entrance.make_room(port) == 0
 
 
 # Clients with the token

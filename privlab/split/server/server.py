@@ -23,6 +23,7 @@ from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.security import HEALTH, RequireToken, ServerTls, is_loopback
 from privlab.split.protocol.split_pb2 import Reply, Request
 from privlab.split.protocol.wire import Inbox
+from privlab.split.server.entrance import Entrance
 from privlab.split.server.session import Limits, Live, Sessions
 from privlab.victims import Victim
 
@@ -35,8 +36,12 @@ Event = Callable[[dict[str, object]], None]
 _POLL_SECONDS = 0.2
 """Seconds that a session waits for a message before it checks whether the server is stopping."""
 _SPARE_THREADS = 8  # for refusals and health checks while all sessions are taken
-_SPARE_CONNECTIONS = 64
+_SPARE_CONNECTIONS = 512
 """How many connections are open at most, beyond one for each session; further ones are closed at once."""
+_STRANGERS = 128
+"""The most connections from one address whose callers have not shown the token; the oldest make room for others."""
+_ROOM_SECONDS = 0.02
+"""Seconds after which room is made again: within them, one address can hardly fill the spare connections."""
 _SILENT_SECONDS = 10
 """Seconds after which a connection is closed that does not finish its handshake, or has no call under way."""
 _LONGEST_FACT = 2000
@@ -97,6 +102,7 @@ class Server:
         self._threads = ThreadPoolExecutor(self.limits.sessions + _SPARE_THREADS, "session")
         self._unread, self._lock = dict[grpc.ServicerContext, float](), threading.Lock()
         self._second, self._complaints = 0, 0
+        self._entrance = Entrance(_STRANGERS)
         self._grpc, self._open = self._build(token), ExitStack()
 
     @property
@@ -115,6 +121,7 @@ class Server:
             self._grpc.start()
             self._open = undo.pop_all()
         threading.Thread(target=self._cancel_unread, name="unread", daemon=True).start()
+        threading.Thread(target=self._make_room, name="entrance", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -165,6 +172,7 @@ class Server:
 
     def _session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Reply]:
         """Serve one stream, in a separate thread."""
+        self._entrance.show(context.peer())
         inbox = Inbox(requests)
         try:
             for reply in self._replies(inbox):
@@ -182,6 +190,12 @@ class Server:
         finally:
             self._unread.pop(context, None)
             inbox.close()
+
+    def _make_room(self) -> None:
+        """Close connections from an address that has many without the token, until the server stops."""
+        while not self._stopping.wait(_ROOM_SECONDS):
+            if closed := self._entrance.make_room(self.port):
+                self._log("refused", None, reason=f"{closed} connections of an address that has many without the token")
 
     def _cancel_unread(self) -> None:
         """End the streams of clients that do not read their replies, until the server stops."""
