@@ -1,6 +1,7 @@
 """Writes the pages that are generated from privlab itself: attacks, defenses, metrics, flags, commands and rooms."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -300,6 +301,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-docstring", plain_text, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", add_example, priority=410)
+    app.connect("autodoc-process-signature", plain_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -315,3 +317,11 @@ def add_example(_app: Sphinx, _what: str, name: str, _obj: object, _options: obj
     """Add the example of a class that has one in `class_examples`."""
     if example := examples().get(name):
         lines += ["", "Example:", *(f"    {line}" for line in example.splitlines()), ""]
+
+
+def plain_signature(  # Sphinx calls it so
+    _app: Sphinx, _what: str, _name: str, _obj: object, _options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Return a signature without the checks of options: `Annotated[int, …]` becomes `int`; "Args" has the range."""
+    checked = r"(?:~?typing\.)?Annotated\[(\w+), ~?privlab\.base\.options\._Range\(.*?\)\]"
+    return signature and re.sub(checked, r"\1", signature), returned

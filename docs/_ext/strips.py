@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 
 import privlab
+from privlab.attacks import attacks
 from privlab.base import PrivlabError, write_whole
 from privlab.benchmark import entries
 from privlab.cli import cli
@@ -34,6 +35,7 @@ from privlab.report.tables import load_results
 from privlab.report.tables.per_image import attack_label
 from privlab.stores import places_of
 from privlab.threat import FeatureObservation
+from privlab.threat.declarations import attack_declarations
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "notes" / "strips"
 CAPTIONS = FOLDER / "captions.json"
@@ -75,7 +77,12 @@ def main(runs: Path, seconds: int | None = None) -> None:
         captions = json.loads(CAPTIONS.read_text("utf-8")) if CAPTIONS.exists() else {}
         run, file = runs / name.replace(":", "-"), FOLDER / f"{name.replace(':', '-')}.png"
         if name not in captions or (seconds and "missing" in captions[name]):
-            caption = _strip(words, run, file, name if kind == "attack" else "", seconds or SECONDS)
+            obstacle = attack_declarations(attacks()[name]).obstacle if kind == "attack" else ""
+            caption = (
+                {"missing": f"it does not run on ViTs ({obstacle})"}
+                if obstacle
+                else _strip(words, run, file, name if kind == "attack" else "", seconds or SECONDS)
+            )
             captions[name] = {"command": shlex.join(words), **caption}
             text = json.dumps(captions, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
             write_whole(CAPTIONS, lambda draft, text=text: draft.write_text(text, "utf-8"))
