@@ -6,6 +6,7 @@
 # 2. `_smoothest` chooses these by an image prior.
 # 3. `_whole` tests which columns of pixels (one place in all patches) become whole grey levels, and keeps those.
 # 4. Columns that are settled help the prior with the others, in further passes.
+# `of_update` does the same for updates, where A has errors too: columns that are settled show these.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,11 +41,20 @@ _LEAST_ERROR = 0.03  # least error, in grey levels, that is assumed of an intege
 _WINDOW = 4  # integers tried on either side of the expected value, whose error must not be larger
 _INTEGER_DISTANCE = 0.15  # a column of pixels counts as integers below this root mean square distance from integers
 
-_MOST_FREE = 4
+MOST_FREE = 4
 """The largest N − D for which step 2 was measured, on trained weights: N = 196, D = 192.
 
 See experiments/notes/gradients.md.
 """
+
+_DIFFERENCE_DISTANCE = 0.1
+"""The same for entries of an update, whose A is known less well: 0.02 to 0.09 if right, 0.15 to 0.27 if no integers."""
+
+_UPDATE_ERRORS = (_ASSUMED_ERROR, 2.0)  # errors of the smoothest image that are assumed in turn: those of flat ones
+
+_OUTLIER = 4.0  # a column is wrong if its squared errors in the equations are so many times their median
+
+_UPDATE_PASSES = 8  # the most passes over the columns of an update, of differences and then of pixels
 
 _LEAST_CHECKS = 40
 """Fewest equations left over: as many random values are as close to integers with a probability of 4e-10."""
@@ -63,18 +73,22 @@ class Free(NamedTuple):
     noise: Float[Tensor, "b n"]
 
     @classmethod
-    def of(cls, A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], coarse: float) -> "Free":
+    def of(
+        cls, A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], coarse: float, error: float | None = None
+    ) -> "Free":
         """Return the combinations of patches whose error exceeds `coarse`.
 
         Args:
             A: ∂ℓ/∂E_pos of the patch slots; an image with a row of zeros, as under MJP, has no free combinations.
             G: ∂ℓ/∂W of the patch embedding, D × K for each image; its rounding makes the error.
             coarse: standard deviation of the error, in normalised pixels, above which a combination is free, > 0.
+            error: standard deviation of the error of each entry of G; None for that of float32's rounding.
         """
         # With A = U s Vᴴ, Aᵀ X = G becomes s (Uᵀ X) = Vᴴ G, with errors of the size σ of G's rounding.
         # Divided by σ, the errors have variance one.
         n, d = A.shape[1:]
         σ = (G.square().mean((1, 2)).sqrt() * RTOL).clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        σ = σ if error is None else torch.full_like(σ, error)
         U, s, Vh = torch.linalg.svd(A, full_matrices=n > d)
         more = max(0, n - d)
         # For N > D the last N − D rows of Uᵀ X are in no equation: s = 0 there.
@@ -148,7 +162,7 @@ class PatchGradientPrior(Checked):
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N ≤ D + 4 with its numbers if it does not hold; step 2 was measured up to there."""
         _, n, d = slot_gradients(seen).shape
-        return None if n <= d + _MOST_FREE else f"N = {n} > D + {_MOST_FREE} = {d + _MOST_FREE}"
+        return None if n <= d + MOST_FREE else f"N = {n} > D + {MOST_FREE} = {d + MOST_FREE}"
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
@@ -204,18 +218,163 @@ class PatchGradientPrior(Checked):
         """Return X with integer grey levels in the columns of `left` that they explain, and which columns these are."""
         if not self.levels:
             return X, torch.zeros_like(left)
-        # f unknowns of N values: pixels in grey levels are X · scale + dark, with one
-        # scale and offset for each channel.
-        area, n, unknowns = model.patch**2, X.shape[1], free.V.square().sum((1, 2)).round()[:, None]
-        scale, dark = ((self.levels * t).double().flatten().repeat_interleave(area) for t in (model.std, model.mean))
+        n, unknowns = X.shape[1], free.V.square().sum((1, 2)).round()[:, None]  # f unknowns of N values
+        scale, dark = self._grey_levels(model)
         coarse = scale.max()
         # The smoothest image is assumed to be 8 levels off: N · 8² in all, shared by f
         # combinations. What G says adds precision.
         variance = 1 / (unknowns.clamp_min(1) / (n * _ASSUMED_ERROR**2) + free.gain[..., 0] / coarse**2)
-        found, fits = _integers(X * scale + dark, free.V, free.noise * coarse, variance, self.kept)
+        found, distance = _integers(X * scale + dark, free.V, free.noise * coarse, variance, self.kept)
         # N − f values test the f that are fitted: with too few, random values would be near integers by chance.
-        fits = fits & left & (n - unknowns >= _LEAST_CHECKS)
+        fits = (distance < _INTEGER_DISTANCE**2) & left & (n - unknowns >= _LEAST_CHECKS)
         return torch.where(fits[:, None], (found - dark) / scale, X), fits
+
+    def _grey_levels(self, model: VictimModel) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
+        """Return the scale and offset of each entry of a patch: pixels in grey levels are X · scale + dark."""
+        area = model.patch**2
+        scale, dark = ((self.levels * t).double().flatten().repeat_interleave(area) for t in (model.std, model.mean))
+        return scale, dark
+
+    def of_update(
+        self,
+        model: VictimModel,
+        A: Float[Tensor, "n d"],
+        G: Float[Tensor, "d k"],
+        errors: tuple[Float[Tensor, "n d"], Float[Tensor, "d k"]],
+        Γ: Float[Tensor, "c c"],
+    ) -> list[Float[Tensor, "n k"]]:
+        """Return patches X with (A − E)ᵀ X = G, where the errors E of A and those of G have known variances.
+
+        There are two: those on grey levels, and the smoothest ones; the former come first if all columns are settled.
+
+        E is the same in all columns. Columns that have become integers show it, and the next pass solves for all
+        columns with what it has learned of E, those that are settled too: a few wrong ones become right. Differences of
+        adjacent pixels of a patch come first. They are integers too, and E is multiplied by numbers that are a few
+        times smaller than pixels. The pixels themselves follow, when most of E is known.
+
+        Args:
+            model: the victim.
+            A: what moved the position embeddings of N patches, as released, with N ≥ D.
+            G: what moved the patch projection, as released.
+            errors: the variances of the entries of A and of G.
+            Γ: the colour covariance of differences of adjacent pixels (`photograph_gradients`).
+        """
+        (variance_A, variance_G), (scale, dark) = errors, self._grey_levels(model)
+        coarse = _FREE_CHANGE / float(model.std.max())
+        X = smoothest = ridge_inverse(A.mT) @ G
+        are_whole = False
+        # Until columns are settled A is as released, and row d of its errors has the covariance diag(Var A_nd).
+        exact, covariance = A, torch.diag_embed(variance_A.mT)  # D × N × N
+        differences, pixels = _differences(model), torch.eye(len(scale), dtype=A.dtype, device=A.device)
+        for basis in (differences, pixels):
+            # In this basis the unknowns are Y = X B, and the equations (A − E)ᵀ Y = G B. A difference has two
+            # errors of G, and no offset: one pixel of each channel is not a difference.
+            H, offset, back = G @ basis, dark @ basis, torch.linalg.inv(basis).round()
+            is_sought = (basis.sum(0) == 0) | (basis is pixels)
+            noise = variance_G.mean(1) * basis.square().sum(0).max()
+            Y, fits = X @ basis, torch.zeros_like(is_sought)
+            for round_ in range(_UPDATE_PASSES):
+                # The smoothest image that the equations allow, with the columns that are settled, is the prior's mean.
+                if not fits.all() and (round_ or basis is differences):
+                    left = ~fits[None] if basis is pixels else torch.ones_like(fits[None])
+                    determined, free, _ = _determined(exact, G, X, covariance, variance_G.mean(1), coarse)
+                    determined = torch.where(left, determined, X)
+                    X = self._smoothest(determined[None], free, left, model, Γ)[0]
+                    X = torch.where(fits, Y, X @ basis) @ back
+                if basis is differences and not round_:
+                    smoothest = X
+                if not self.levels:
+                    return [smoothest]
+                # Combinations whose error is a fifth of that are open too, since all errors but theirs count as noise.
+                determined, free, root = _determined(exact, H, X @ basis, covariance, noise, coarse / 5)
+                last, (Y, fits) = Y, self._nearest(determined * scale + offset, free, scale.max())
+                Y, fits = (Y - offset) / scale, fits & is_sought
+                are_whole = bool(fits.all())
+                # One wrong integer in many hardly changes the distance, but it leaves a large error in the equations.
+                off = ((H - exact.mT @ Y) * root[:, None]).square().mean(0)
+                fits &= off <= _OUTLIER * off[fits].median() if fits.any() else fits
+                X = torch.where(fits, Y, X @ basis) @ back
+                if not fits.any() or torch.equal(Y, last):
+                    break
+                exact, covariance = _without_errors(A, H[:, fits], Y[:, fits], variance_A, noise)
+        return [X, smoothest] if are_whole else [smoothest, X]
+
+    def _nearest(self, X: Float[Tensor, "n k"], free: Free, coarse: Tensor) -> tuple[Tensor, Bool[Tensor, " k"]]:
+        """Return integers of one image near X + V C, and in which columns they are nearly X + V C."""
+        found, least = X, torch.full_like(X[0], torch.inf)
+        for error in _UPDATE_ERRORS:
+            if bool((least < _DIFFERENCE_DISTANCE**2).all()):
+                break
+            # As in `_whole`: the smoothest image is assumed to be `error` levels off, shared by f combinations.
+            f = max(1, free.V.shape[2])
+            variance = 1 / (f / (len(X) * error**2) + free.gain[..., 0] / coarse**2)
+            new, distance = _integers(X[None], free.V, free.noise * coarse, variance, self.kept)
+            found, least = torch.where(distance[0] < least, new[0], found), torch.minimum(distance[0], least)
+        enough = len(X) - free.V.shape[2] >= _LEAST_CHECKS
+        return found, (least < _DIFFERENCE_DISTANCE**2) & enough
+
+
+def _differences(model: VictimModel) -> Float[Tensor, "k k"]:
+    """Return B so that column k of X B is the entry k of a patch less the one on its left, in the first column above.
+
+    The upper left pixel of each channel stays as it is, so that the inverse of B has integers.
+    """
+    channels, patch = model.image_shape[0], model.patch
+    place = torch.arange(channels * patch**2, device=model.mean.device).view(channels, patch, patch)
+    basis = torch.eye(place.numel(), dtype=torch.float64, device=model.mean.device)
+    basis[place[:, :, :-1], place[:, :, 1:]] = -1
+    basis[place[:, :-1, 0], place[:, 1:, 0]] = -1
+    return basis
+
+
+def _determined(
+    exact: Float[Tensor, "n d"],
+    H: Float[Tensor, "d k"],
+    Y: Float[Tensor, "n k"],
+    covariance: Float[Tensor, "d n n"],
+    noise: Float[Tensor, " d"],
+    coarse: float,
+) -> tuple[Float[Tensor, "n k"], Free, Float[Tensor, " d"]]:
+    """Return the solution of exactᵀ Y = H by weighted least squares, the given Y in what is free; that, and weights.
+
+    Args:
+        exact: A, less what is known of its errors.
+        H: the right-hand side.
+        Y: an estimate of the unknowns.
+        covariance: the covariances of the errors that are left in the columns of `exact`.
+        noise: the variances of the errors of the rows of H.
+        coarse: standard deviation above which a combination is free, in normalised pixels, > 0.
+    """
+    # Equation d has the variance noise_d + y_kᵀ Cov_d y_k in column k; all columns get its mean, ⟨Cov_d, Y Yᵀ⟩ / K.
+    variance = noise + torch.einsum("dnm,nm->d", covariance, Y @ Y.mT / Y.shape[1])
+    root = variance.rsqrt()
+    weighed, right = exact * root, H * root[:, None]  # errors have variance one now
+    free = Free.of(weighed[None], right[None], coarse, error=1.0)
+    V, found = free.V[0], ridge_inverse(weighed.mT, 0.0) @ right  # weights differ by more than float32 does
+    return found + V @ (V.mT @ (Y - found)), free, root
+
+
+def _without_errors(
+    A: Float[Tensor, "n d"],
+    H: Float[Tensor, "d k"],
+    Y: Float[Tensor, "n k"],
+    variance: Float[Tensor, "n d"],
+    noise: Float[Tensor, " d"],
+) -> tuple[Float[Tensor, "n d"], Float[Tensor, "d n n"]]:
+    """Return A less its likeliest errors E where (A − E)ᵀ Y = H with known Y, and the covariances of what is left.
+
+    Args:
+        A: as released.
+        H: the right-hand side of the columns that are known.
+        Y: the unknowns of these columns.
+        variance: the variances of E.
+        noise: the variances of the errors of the rows of H.
+    """
+    # Row d of H − Aᵀ Y is −e_dᵀ Y with noise, e_d ~ N(0, diag Var): the precision of e_d is Y Yᵀ / noise + 1 / Var.
+    precision = (Y @ Y.mT) / noise[:, None, None] + torch.diag_embed(1 / variance.mT)
+    covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
+    slope = -(Y @ (H - A.mT @ Y).mT) / noise  # N × D
+    return A - torch.einsum("dnm,md->nd", covariance, slope), covariance
 
 
 def _preconditioner(patch: int, Γ: Float[Tensor, "c c"], gain: Float[Tensor, "b f 1"], dtype: torch.dtype) -> Map:
@@ -248,8 +407,8 @@ def _integers(
     noise: Float[Tensor, "b n"],
     variance: Float[Tensor, "b f"],
     kept: int,
-) -> tuple[Float[Tensor, "b n k"], Bool[Tensor, "b k"]]:
-    """Return the integers X + V C of the likeliest C of each column, and which columns they explain.
+) -> tuple[Float[Tensor, "b n k"], Float[Tensor, "b k"]]:
+    """Return the integers X + V C of the likeliest C of each column, and the mean square of what C leaves of them.
 
     A value with a small error, once rounded, determines a part of C, and so reduces the errors of the other values: a
     Kalman filter over the rows, the least uncertain first, with the `kept` likeliest hypotheses of each column. All
@@ -293,4 +452,4 @@ def _integers(
     found = (X + V @ (V.mT @ (rounded - X))).round()
     # found − X must lie in the span of V, as V C does. The mean square of what does not is the distance from integers.
     apart = found - X
-    return found, (apart - V @ (V.mT @ apart)).square().mean(1) < _INTEGER_DISTANCE**2
+    return found, (apart - V @ (V.mT @ apart)).square().mean(1)

@@ -4,7 +4,8 @@
 # filters. Sought are the normalised patches X (N × K) of the one image that the client trained on.
 # 1. `without_decay` takes the share of weight decay off u, which leaves A (N × D) of E_pos and G (D × K) of W.
 # 2. `weighted_patches` solves Aᵀ X = G, each entry weighed by the rounding of the weight that it was subtracted from.
-# 3. `patches_of_levels` gives a second candidate, whose pixels are whole grey levels.
+# 3. `patches_of_levels` gives a second candidate, whose pixels are whole grey levels. For N ≥ D, where the equations
+# determine no patch, `PatchGradientPrior.of_update` gives the only one.
 # 4. `update_on` trains the client on each candidate. The nearest update to u wins, and its
 # rounding is subtracted from u for another solve.
 # Behind filters that drop or clip entries, `_behind` replaces steps 3 and 4: the missing entries of A are unknowns too.
@@ -19,12 +20,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from privlab.attacks.gradients.patch_gradient_prior import MOST_FREE, PatchGradientPrior
 from privlab.attacks.solvers import (
     ONE_IMAGE,
     RTOL,
     conjugate_gradients,
     fit_decay,
     patches_of_levels,
+    photograph_gradients,
     ridge_inverse,
     rounding_of_embedding,
     slot_gradients,
@@ -34,14 +37,17 @@ from privlab.attacks.solvers import (
     weighted_patches,
 )
 from privlab.base import AtLeast0, Checked, PrivlabError
+from privlab.patches import patchify
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     Update,
     each_release,
     errors_of_filters,
     labels_that_rise,
+    rounding_deviation,
     scale_of,
     scales,
+    soft_targets,
     update_on,
     without_decay,
 )
@@ -52,6 +58,10 @@ _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
 
 _MOST_MISSING = 6000
 """The most missing entries of A that are solved for: their preconditioner is a matrix of so many rows, of 288 MB."""
+
+_MOST_OPEN = 16  # the largest N − D for which grey levels are tried: memory grows with D N²
+
+_MIXINGS = 4  # times that the shares of two mixed images and their pixels are renewed
 
 _ROUNDS, _STEPS = 8, 60  # the most Gauss-Newton steps on missing entries, and steps of conjugate gradients in each
 _CONVERGED = 1e-3  # the relative change of the missing entries below which they are found: each step squares the error
@@ -88,24 +98,29 @@ class PatchUpdate(Checked):
     they set to zero or clipped are missing, and those of A are found from the others (`_complete`), unless there are
     more than 6,000. Rounding is not foreseen then.
 
+    For N ≥ D many images solve the equations, of which few have whole grey levels: the candidate of step 2 is found by
+    `PatchGradientPrior.of_update` then, which finds the errors of A with it.
+
     Exact if: `patch-gradient` would be, and the client trains on one image by SGD, for any number of steps; the
     rounding of stored weights remains. That is undone too if the image has 256 grey levels and its gradient is not too
-    small. The attack undoes momentum, schedules, clipping and weight decay.
+    small, also for a few patches more than D (measured: trained weights, D = 192, N = 196). The attack undoes momentum,
+    schedules, clipping and weight decay.
 
     Fails if: the client uses Adam or AdamW, which divide each entry of the gradient by its own magnitude: it refuses
     them; see `adam-update`. It refuses a gradient of several images, because its equations then mix the images.
 
     Cost: 2 to 23 s an image (ViT-Ti, 160 pixels, 1 to 20 steps), of which the correction for rounding is nearly all;
-    behind a filter that drops entries 16 to 45 s.
+    behind a filter that drops entries 16 to 45 s; 10 to 60 s for N ≥ D (224 pixels).
 
     Studies: updates
 
     Args:
         decay: "known" takes weight decay from the client's settings, "fitted" fits one number, without them.
         rounds: the most times that rounding is foreseen; 0 leaves out steps 2 and 3, and takes a twentieth of the time.
-            What they bring is in docs/studies/updates.md. They are left out too for N ≥ D, where dropout is private,
-            where the decay is not known, where no label is found, or where a defense of images made private draws. Of
-            updates that are sent as int8 the result of step 3 is taken only where it is the release bit for bit.
+            What they bring is in docs/studies/updates.md. They are left out too for N > D + 16, where dropout is
+            private, where the decay is not known, where no label is found, or where a defense of images made private
+            draws. Of updates that are sent as int8 the result of step 3 is taken only where it is the release bit for
+            bit.
         levels: grey levels above black of a stored image, 255 for eight bits; 0 leaves out step 2. Images that a client
             does not feed as they are stored, such as rescaled or jittered tensors, have none, and step 3 finds that.
     """
@@ -131,9 +146,10 @@ class PatchUpdate(Checked):
     levels: AtLeast0 = 255
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what violates N < D, or how many entries a filter took where these are too many, with the numbers."""
-        found = [too_many(seen)]
+        """Return what violates N ≤ D + 4, or N < D behind filters, or how many entries these took, with the numbers."""
         errors = errors_of_filters(seen, (_PE, _PROJECTION))
+        filtered = any(bool(variance.any()) for of_one in errors for variance in of_one.values())
+        found = [too_many(seen) if filtered else PatchGradientPrior().beyond(seen)]
         most = max(int(_missing(slot_rows(seen.model, of[_PE])).sum()) for of in errors)
         if most > _MOST_MISSING:
             found.append(f"{most} missing entries > {_MOST_MISSING}")
@@ -153,9 +169,6 @@ class PatchUpdate(Checked):
                 f"patch-update needs the update of a client that trains by sgd. Found {found}. That this attack does "
                 "not apply is no evidence of privacy."
             )
-        # The system determines X for N < D only: pre-norm blocks ignore a constant added to a token, so that A has
-        # rank D − 1 at most.
-        warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
         releases = each_release(seen)
         stack, errors = Stack(tuple(seen.defense)), errors_of_filters(seen, (_PE, _PROJECTION))
         # A filter may have set all entries of E_pos or of W to zero. There is no equation then.
@@ -168,13 +181,21 @@ class PatchUpdate(Checked):
         # Filters that put errors on entries state their variances, and rounding is not foreseen then. Others
         # change these two parameters by a factor at most.
         scaled = scales(stack.on_gradients)
-        if any(bool(variance.any()) for of_one in errors for variance in of_one.values()):
+        filtered = any(bool(variance.any()) for of_one in errors for variance in of_one.values())
+        # The system determines X for N < D only: pre-norm blocks ignore a constant added to a token, so that A has
+        # rank D − 1 at most. Grey levels replace a few equations.
+        most = seen.model.vit.embed_dim + (-1 if filtered or not self.levels else MOST_FREE)
+        warn_of_limits(self.name, slot_gradients(seen), most=most)
+        if filtered:
             found = [self._behind(seen.model, client, *of_one, scaled) for of_one in zip(releases, errors, strict=True)]
         else:  # filters that leave parameters out, or scale the others, take nothing of these
             # A defense of images makes private draws in each step, so that training the client
             # again does not repeat its rounding.
             own = replace(self, rounds=0) if stack.changes_images else self
-            found = [own._patches(seen.model, client, update, scaled) for update in releases]
+            singles = [replace(seen, gradients={n: u[None] for n, u in update.items()}) for update in releases]
+            found = [
+                own._patches(single, client, update, scaled) for single, update in zip(singles, releases, strict=True)
+            ]
         return seen.model.to_images(torch.stack(found))
 
     def _behind(
@@ -209,17 +230,26 @@ class PatchUpdate(Checked):
         E = slot_rows(model, model.vit.get_parameter(_PE).detach().double())
         return fit_decay(model, update, slot_rows(model, update[_PE].double()), E)
 
-    def _patches(self, model: VictimModel, client: Client, update: Update, scaled: bool) -> Float[Tensor, "n k"]:
+    def _patches(self, seen: Observation, client: Client, update: Update, scaled: bool) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image; `scaled` says whether a filter scaled its update."""
+        model, Γ = seen.model, photograph_gradients(seen.model, seen.photographs)
         # Decay and the rounding of stored weights come first: both are known from the settings and θ_0, or are fitted.
         lost = self._lost(model, client, update, scaled=scaled)
         deviations = rounding_of_embedding(model, client, update)
         patches, width = slot_rows(model, update[_PE]).shape
-        is_open = patches >= width  # no image that solves the equations is the client's, and no rounding foretells it
+        is_open = patches >= width  # many images solve the equations, of which few have whole grey levels
+        is_beyond = patches - width > _MOST_OPEN
 
         def solve(of: Mapping[str, Tensor]) -> list[_Candidate]:
             A, dA = (slot_rows(model, each[_PE]) for each in (of, deviations))
             G, dG = (each[_PROJECTION].flatten(1) for each in (of, deviations))
+            if is_open and not is_beyond:
+                # No error counts as less than float32's of the matrix as a whole, as in `weighted_patches`.
+                errors = [d.square() + RTOL**2 * M.square().mean() for d, M in ((dA, A), (dG, G))]
+                open_ = PatchGradientPrior(levels=self.levels).of_update(model, A, G, (errors[0], errors[1]), Γ)
+                # Settled pixels are levels up to float64's rounding: rounded they are fed as the client fed them.
+                levels = self.levels or 2**24
+                return [_Candidate(X, (model.to_images(X[None]) * levels).round() / levels) for X in open_]
             # Aᵀ X = G, entry by entry weighed by the inverse variance of its rounding, is the first candidate.
             X = weighted_patches(A, G, dA, dG)
             found = [_Candidate(X, model.to_images(X[None]))]
@@ -236,12 +266,19 @@ class PatchUpdate(Checked):
         moved = without_decay(model, update, lost)
         found = solve(moved)
         private = client.dropout or client.drop_path
-        if not self.rounds or private or self.decay == "fitted" or not client.has_labels or is_open:
+        if not self.rounds or private or is_beyond or self.decay == "fitted" or not client.has_labels:
             return found[0].X
         # ∂ℓ/∂b_c = p_c − y_c is negative for the label alone, and u has the sign of a gradient. Without the head's
         # bias, the classes are tried whose logits rise most along the update.
         has_bias = "head.bias" in moved
         labels = [int(moved["head.bias"].argmin())] if has_bias else labels_that_rise(model, moved, found[0].image)
+        is_soft = has_bias and not scaled and _rises(model, client, update, moved["head.bias"]) > 1
+
+        def targets(image: Float[Tensor, "1 c h w"]) -> list[Any]:
+            """Return the labels to try for an image: the soft one that the head shows with it, where there is one."""
+            soft = soft_targets(seen, image) if is_soft else None
+            return labels if soft is None else [soft]
+
         # The same client in float64, which sends its difference in full, has no rounding: the
         # difference of both is the rounding.
         unrounded, plain = copy.deepcopy(model).double(), replace(client, sends="difference", sent_as="float32")
@@ -250,9 +287,16 @@ class PatchUpdate(Checked):
         # Each round trains the client on all candidates, keeps the best of all rounds, and
         # foresees the rounding of the next.
         for left in reversed(range(self.rounds + 1)):
+            if is_soft and self.levels and not is_open:
+                # The label's shares are those of the pixels. They are as wrong as the image from which they follow, so
+                # that both are renewed in turn.
+                mixed = found[:1]
+                for _ in range(_MIXINGS):
+                    mixed = _mixture(model, found[0], targets(mixed[0].image)[0], self.levels) or mixed
+                found = [*found, *mixed]
             # The distance Σ (û − u)² / Var of a candidate's update û from the release is in
             # standard deviations of rounding.
-            tried = [_Tried.of(model, client, update, one, y, scaled) for one in found for y in labels]
+            tried = [_Tried.of(model, client, update, one, y, scaled) for one in found for y in targets(one.image)]
             offs = [_distance(each.made, update, deviations) for each in tried]
             off, now = min(zip(offs, tried, strict=True), key=lambda of: of[0])
             # If the filter left out the head and no tried label explains the embedding's
@@ -265,7 +309,7 @@ class PatchUpdate(Checked):
                 best, least = now.candidate.X, off
             if not (left and off):
                 break
-            labels = [now.label]
+            labels = [now.label] if isinstance(now.label, int) else labels
             # û − s û₆₄, with s the factor of a filter, is the rounding of a client with this image. Near the true image
             # it is nearly the client's rounding, and u without it gives nearly exact equations.
             exact = update_on(unrounded, plain, now.candidate.image.double(), now.label)
@@ -286,13 +330,19 @@ class _Tried(NamedTuple):
     """A candidate with a label, and the update that a client of both would send, times the factor of a filter."""
 
     candidate: _Candidate
-    label: int
+    label: int | Float[Tensor, "1 y"]
     scale: float
     made: Update
 
     @classmethod
     def of(
-        cls, model: VictimModel, client: Client, update: Mapping[str, Tensor], one: _Candidate, label: int, scaled: bool
+        cls,
+        model: VictimModel,
+        client: Client,
+        update: Mapping[str, Tensor],
+        one: _Candidate,
+        label: int | Float[Tensor, "1 y"],
+        scaled: bool,
     ) -> "_Tried":
         """Train the client again; the factor is fitted if the update is `scaled`, and rounded as filters round it."""
         made = update_on(model, client, one.image, label)
@@ -303,6 +353,37 @@ class _Tried(NamedTuple):
         kept = {name: torch.ones_like(u, dtype=torch.bool) for name, u in update.items()}
         s = torch.tensor(scale_of(made, update, kept)).to(update[_PE])
         return cls(one, label, float(s), {name: s * u for name, u in made.items()})
+
+
+def _mixture(model: VictimModel, one: _Candidate, label: int | Float[Tensor, "1 y"], levels: int) -> list[_Candidate]:
+    """Return the nearest image that mixes two of whole grey levels in the shares of a label of two classes, if any.
+
+    MixUp takes λ a + (1 − λ) b for pixels and labels, so that a pixel has one of (L + 1)² values at most.
+    """
+    if isinstance(label, int):
+        return []
+    λ = float(label.max())
+    whole = torch.arange(levels + 1, dtype=torch.float64, device=model.mean.device)
+    values = (λ * whole[:, None] + (1 - λ) * whole).flatten().sort().values / levels
+    # The nearest of the sorted values is one of the two between which a pixel lies.
+    pixels = one.image.double()
+    above = torch.searchsorted(values, pixels.contiguous()).clamp(1, len(values) - 1)
+    lower, upper = values[above - 1], values[above]
+    image = torch.where(pixels - lower < upper - pixels, lower, upper)
+    return [_Candidate(patchify(model.normalise(image), model.patch)[0], image.to(one.image))]
+
+
+def _rises(model: VictimModel, client: Client, update: Update, bias: Float[Tensor, " y"]) -> int:
+    """Return how many classes a soft label has: the biases that rise by more than rounding; 1 where all are smoothed.
+
+    Softmax gives ∂ℓ/∂b_c = p_c − y_c, which is negative only for classes with a share y_c of the label.
+    """
+    if client.label_smoothing:
+        return 1
+    deviation = rounding_deviation(model.vit.get_parameter("head.bias").detach(), update["head.bias"], client)
+    # T steps may all round by ulp / 2 to the same side, which is √(3 T) of these deviations: twice that is certain.
+    sure = math.sqrt(12 * client.total_steps)
+    return int(((bias < -sure * deviation) & (bias < bias.min() / 100)).sum())
 
 
 def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviations: Mapping[str, Tensor]) -> float:

@@ -10,6 +10,7 @@ from .explained import is_explained as is_explained
 from .explained import scale_of as scale_of
 from .explained import scales as scales
 from .explained import slots_without_gradient as slots_without_gradient
+from .explained import soft_targets as soft_targets
 from .gradient_file import HEAD_BIAS as HEAD_BIAS
 from .gradient_file import GradientFile as GradientFile
 from .gradient_file import check_fit as check_fit

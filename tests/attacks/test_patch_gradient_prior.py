@@ -15,8 +15,11 @@ from privlab.attacks.gradients.patch_gradient_prior import (
     _INTEGER_DISTANCE,
     _LEAST_CHECKS,
     Free,
+    _determined,
+    _differences,
     _integers,
     _preconditioner,
+    _without_errors,
 )
 from privlab.attacks.solvers import RTOL, Smoothness, photograph_gradients, slot_gradients
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
@@ -122,11 +125,11 @@ def test_whole_numbers_are_found_and_others_are_not(unknowns: int) -> None:
     truth = torch.randint(0, 256, (2, 120, 30), generator=draw).double()
     off = 5 * V @ torch.randn(2, unknowns, 30, dtype=torch.float64, generator=draw)
     still, variance = torch.zeros(2, 120).double(), torch.full((2, unknowns), 25.0).double()
-    found, fits = _integers(truth + off, V, still, variance, 16)
-    assert fits.all()
+    found, distance = _integers(truth + off, V, still, variance, 16)
+    assert (distance < _INTEGER_DISTANCE**2).all()
     assert torch.equal(found, truth)
     uneven = truth + torch.rand(2, 120, 30, dtype=torch.float64, generator=draw) + off
-    assert not _integers(uneven, V, still, variance, 16)[1].any()
+    assert not (_integers(uneven, V, still, variance, 16)[1] < _INTEGER_DISTANCE**2).any()
 
 
 def told(unknowns: int, off: float, unannounced: float = 0.0, seed: int = 1) -> float:
@@ -137,7 +140,8 @@ def told(unknowns: int, off: float, unannounced: float = 0.0, seed: int = 1) -> 
     C = off * torch.randn(1, unknowns, 200, dtype=torch.float64, generator=draw)
     noise = unannounced * torch.randn(1, 60, 200, dtype=torch.float64, generator=draw)
     still, variance = torch.zeros(1, 60).double(), torch.full((1, unknowns), off**2).double()
-    found, fits = _integers(truth + V @ C + noise, V, still, variance, 16)
+    found, distance = _integers(truth + V @ C + noise, V, still, variance, 16)
+    fits = distance < _INTEGER_DISTANCE**2
     right = (found == truth).all(1)
     assert not (fits & ~right).any()
     return float((fits & right).double().mean())
@@ -167,7 +171,63 @@ def test_what_is_a_seventh_of_a_level_off_passes_for_whole(off: float, *, fits: 
     X = torch.full((1, 80, 2), 100.0).double()
     X[:, ::2] += off
     X[:, 1::2] -= off
-    assert _integers(X, V, torch.zeros(1, 80).double(), torch.ones(1, 1).double(), 16)[1].all() == fits
+    distance = _integers(X, V, torch.zeros(1, 80).double(), torch.ones(1, 1).double(), 16)[1]
+    assert (distance < _INTEGER_DISTANCE**2).all() == fits
+
+
+def test_differences_of_pixels_are_undone_by_integers(tiny_model: Model) -> None:
+    model = tiny_model()
+    basis = _differences(model)
+    back = torch.linalg.inv(basis)
+    assert_close(back, back.round())
+    patches = patchify(torch.randint(0, 256, (1, *model.image_shape)).double(), model.patch)[0]
+    Y = (patches @ basis).unflatten(1, (-1, model.patch, model.patch))
+    square = patches.unflatten(1, (-1, model.patch, model.patch))
+    assert torch.equal(Y[..., 1:], square.diff(dim=3))
+    assert torch.equal(Y[..., 1:, 0], square[..., 0].diff(dim=2))
+    assert torch.equal(Y[..., 0, 0], square[..., 0, 0])
+
+
+def test_known_columns_show_the_errors_of_the_matrix() -> None:
+    """Without noise and with as many known columns as patches, E is found; without any it stays unknown."""
+    draw = Generator().manual_seed(0)
+    A, E, Y = (torch.randn(*s, dtype=torch.float64, generator=draw) for s in ((9, 6), (9, 6), (9, 12)))
+    variance, noise = torch.ones(9, 6, dtype=torch.float64), torch.full((6,), 1e-16, dtype=torch.float64)
+    exact, covariance = _without_errors(A + E, A.mT @ Y, Y, variance, noise)
+    assert_close(exact, A)
+    assert covariance.abs().max() < 1e-12
+    unknown, covariance = _without_errors(A + E, A.mT @ Y[:, :0], Y[:, :0], variance, noise)
+    assert torch.equal(unknown, A + E)
+    assert_close(covariance, torch.eye(9, dtype=torch.float64).expand(6, 9, 9))
+
+
+def test_what_equations_determine_is_solved_and_the_rest_is_kept() -> None:
+    A, X, G = matrices()
+    covariance, noise = torch.zeros(6, 9, 9, dtype=torch.float64), torch.full((6,), 1e-16, dtype=torch.float64)
+    estimate = torch.zeros_like(X[0])
+    found, free, _ = _determined(A[0], G[0], estimate, covariance, noise, 1 / 255)
+    V = free.V[0]
+    assert V.shape == (9, 4)
+    assert_close(found, X[0] - V @ (V.mT @ X[0]), rtol=1e-4, atol=1e-4)
+    assert_close(V.mT @ _determined(A[0], G[0], X[0], covariance, noise, 1 / 255)[0], V.mT @ X[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [1e-4, 1e-3])
+def test_errors_of_the_matrix_are_found_with_the_image(
+    tiny_model: Model, photographs: Photographs, error: float
+) -> None:
+    """Of 64 patches and 60 equations each; every entry of A has an error, and the image is exact."""
+    model, draw = tiny_model(img_size=64, patch_size=8), Generator().manual_seed(0)
+    X = patchify(model.normalise(photographs(1, 64).double()), model.patch)[0]
+    exact, E = (torch.randn(64, 60, dtype=torch.float64, generator=draw) for _ in range(2))
+    errors = torch.full((64, 60), error**2).double(), torch.full((60, 192), 1e-16).double()
+    A, G = exact + error * E, exact.mT @ X
+    Γ = photograph_gradients(model)
+    found, smoothest = PatchGradientPrior().of_update(model, A, G, errors, Γ)
+    assert (found - X).abs().max() < 1e-6  # photographs are of float32
+    assert (smoothest - X).abs().max() > 0.01
+    assert_close(PatchGradientPrior(levels=0).of_update(model, A, G, errors, Γ)[0], smoothest)
 
 
 def test_random_values_do_not_pass_for_whole() -> None:

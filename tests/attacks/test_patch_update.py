@@ -9,8 +9,10 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchUpdate
+from privlab.attacks.gradients.patch_update import _Candidate, _mixture, _rises
 from privlab.attacks.solvers import fit_decay, patches_of_levels, rounding_of_embedding, weighted_patches
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise
@@ -283,28 +285,79 @@ def test_what_is_refused_is_one_line(stored: VictimModel, crops: Tensor) -> None
 
 
 def test_it_says_where_it_is_not_exact(tiny_model: Model, crops: Tensor) -> None:
-    wide, narrow = tiny_model(), tiny_model(embed_dim=16, num_heads=2)
+    wide, as_wide, narrow = tiny_model(), tiny_model(embed_dim=16, num_heads=2), tiny_model(embed_dim=8, num_heads=2)
     assert PatchUpdate().beyond(sent(wide, crops[:1], Client())) is None
-    seen = sent(narrow, crops[:1], Client())
-    assert PatchUpdate().beyond(seen) == "N = 16 ≥ D = 16"
+    assert PatchUpdate().beyond(sent(as_wide, crops[:1], Client())) is None
     with pytest.warns(UserWarning, match=r"patch-update.*16.*16.*15"):
+        PatchUpdate(rounds=0, levels=0)(sent(as_wide, crops[:1], Client()))
+    seen = sent(narrow, crops[:1], Client())
+    assert PatchUpdate().beyond(seen) == "N = 16 > D + 4 = 12"
+    with pytest.warns(UserWarning, match=r"patch-update.*16.*8.*12"):
         PatchUpdate(rounds=0)(seen)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_more_patches_than_the_width_run_and_are_out_of_range(
+def test_as_many_patches_as_the_width_run(
     tiny_vit: Callable[..., VisionTransformer], photographs: Callable[[int, int], Tensor], channels: int
 ) -> None:
     model = VictimModel(tiny_vit(0, img_size=32, in_chans=channels), (0.5,) * channels, (0.25,) * channels)
     image = photographs(1, 32)[:, :channels]
     seen = sent(model, image, Client(lr=0.01))
     attack = PatchUpdate()
-    assert attack.beyond(seen) == "N = 64 ≥ D = 64"
-    with pytest.warns(PrivlabWarning, match="determine at most 63"):
-        assert attack(seen).shape == image.shape
+    assert attack.beyond(seen) is None
+    assert attack(seen).shape == image.shape
     A = torch.ones(64, 64, dtype=torch.float64)
     with pytest.raises(PrivlabError, match="below the width 64"):
         patches_of_levels(model, A, A, torch.ones(64), 255)
+
+
+def small_vit(side: int, width: int) -> VictimModel:
+    """Return a ViT of patches of 8 × 8 in float32, as timm initialises it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vit = VisionTransformer(img_size=side, patch_size=8, embed_dim=width, depth=2, num_heads=2, num_classes=7)
+    return VictimModel(vit, (0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_grey_levels_replace_missing_equations(photographs: Callable[[int, int], Tensor], steps: int) -> None:
+    """Of 49 patches and a width of 48, in float32, whose weights were rounded in each step."""
+    model, image = small_vit(56, 48), photographs(1, 56).float()
+    seen = sent(model, image, Client(lr=1.0, steps=steps))
+    assert min(score(PatchUpdate(), seen, image)) > 140
+    with pytest.warns(PrivlabWarning, match="determine at most 47"):
+        assert min(score(PatchUpdate(levels=0), seen, image)) < 60
+
+
+@pytest.mark.slow
+def test_a_mixture_of_two_images_is_not_rounded_to_grey_levels(photographs: Callable[[int, int], Tensor]) -> None:
+    """MixUp's shares follow from its soft label, and its pixels lie on the levels that these shares leave."""
+    model, pair = small_vit(32, 48), (photographs(2, 32) * 255).round().float() / 255
+    mixed, label = 0.7 * pair[:1] + 0.3 * pair[1:], torch.zeros(1, 7)
+    label[0, 2], label[0, 5] = 0.7, 0.3
+    data = ClientData(mixed, label, torch.Generator().manual_seed(0))
+    seen = observe_updates(model, Client(lr=1.0), [data])
+    assert min(score(PatchUpdate(), seen, mixed)) > 120
+
+
+def test_the_classes_of_a_soft_label_are_those_whose_biases_rise() -> None:
+    model = small_vit(32, 48)
+    bias = torch.tensor([0.1, 0.2, -0.2, 0.1, 0.1, -0.3, 0.0], dtype=torch.float64)
+    assert _rises(model, Client(), {"head.bias": bias.float()}, bias) == 2
+    assert _rises(model, Client(label_smoothing=0.1), {"head.bias": bias.float()}, bias) == 1
+
+
+def test_a_mixture_has_the_nearest_pixels_that_two_grey_levels_mix() -> None:
+    model, λ = small_vit(32, 48), 0.625
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randint(0, 256, (2, 1, *model.image_shape), generator=draw).double() / 255
+    mixed, label = λ * a + (1 - λ) * b, torch.tensor([[0.625, 0.375]], dtype=torch.float64)
+    off = mixed + 1e-4 * torch.rand(mixed.shape, generator=draw, dtype=torch.float64)  # a fortieth of a level
+    (found,) = _mixture(model, _Candidate(torch.zeros(16, 192), off), label, 255)
+    assert_close(found.image, mixed)
+    assert_close(model.to_images(found.X[None]), mixed.float())
+    assert _mixture(model, found, 3, 255) == []
 
 
 def test_equations_of_zeros_give_zeros() -> None:
