@@ -62,7 +62,7 @@ def test_recorded_gradients_are_attacked_and_scored(recorded: Path, cli: Callabl
     assert 93 < row["worst_case"] < 97  # 13 of 14 exactly, at most 100 dB, and noise
     assert judged["by"]["patch-gradient"] == 14
     said = cli("benchmark", "verify", out).error
-    assert "recorded releases cannot be measured again. The signature and the versions are right" in said
+    assert "recorded releases cannot be measured again. The hash and the versions are right" in said
 
 
 def altered(recorded: Path, folder: Path, **kinds: Any) -> Path:

@@ -133,7 +133,7 @@ def test_a_recording_is_audited_without_any_image(
     assert facts["command"].startswith(f"privlab audit features {recording} --model vit_ti ")
     shown = cli("audit", "features", recording, *victim_options, *options, "--overwrite", "--limit", 1)
     assert shown.status == 0
-    assert "nothing is scored" in shown.out
+    assert "leaks: not known" in shown.out
     assert len(list((tmp_path / "audit" / "strips").iterdir())) == 2
     assert cli("report", tmp_path / "audit", "--out", tmp_path / "evidence.md").status == 0
     evidence = (tmp_path / "evidence.md").read_text("utf-8")
