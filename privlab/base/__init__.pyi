@@ -56,6 +56,7 @@ from .reading import read_bytes as read_bytes
 from .reading import read_json as read_json
 from .reading import read_text as read_text
 from .reading import refuse_links as refuse_links
+from .reading import try_reading as try_reading
 from .rng import draw_for as draw_for
 from .sources import LAST as LAST
 from .sources import ClassSource as ClassSource

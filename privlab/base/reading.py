@@ -4,17 +4,27 @@ Whoever made a file may have made it to do harm. A pipe would be waited for, a d
 overflows the parser, and an archive of a few bytes unpacks to any size.
 """
 
+import faulthandler
+import gzip
 import json
 import os
+import pickle
+import re
+import select
+import signal
 import stat
+import sys
 import tomllib
+import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from privlab.base.errors import PrivlabError
+from privlab.base.errors import PrivlabError, one_line
 
 TEXT_BYTES = 2**26
 """The most bytes of a text that is read: experiments, cards, manifests, run.json."""
@@ -22,9 +32,24 @@ TEXT_BYTES = 2**26
 _DEEPEST = 100
 """The most lists and tables inside each other; the files of privlab have eight."""
 
+_TOML_BYTES = 2**21
+"""The most bytes of a text in TOML; its parser takes up to six seconds for a million of them."""
+_TOML_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+_TOML_LONG_KEY = re.compile(rf"(?<![\w-]){_TOML_PART}(?:[ \t]*+\.[ \t]*+{_TOML_PART}){{{_DEEPEST}}}")
+"""A dotted name of too many parts, for which the parser takes time by the cube of their number."""
+
+_TRIAL_SECONDS = 20
+"""Seconds of a core that a trial may take, and one more for each `_TRIAL_SPEED` bytes of the file."""
+_TRIAL_SPEED = 2**24
+_TRIAL_BYTES = 2**31
+"""Bytes of memory that a trial may take, and `_TRIAL_RATIO` times the size of the file."""
+_TRIAL_RATIO = 4
+
 _UNPACKED_BYTES = 2**30
 """Bytes to which any archive may unpack; beyond them, at most `_RATIO` times its own size."""
 _RATIO = 16
+_ANSWER_BYTES = 2**14
+_GZIP = b"\x1f\x8b"
 
 
 class Unreadable(PrivlabError):
@@ -117,8 +142,13 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """Return the contents of a text in TOML.
 
     Raises:
-        PrivlabError: if it is none, or is nested too deeply; the message begins with `where`.
+        PrivlabError: if it is none, is nested too deeply or too long; the message begins with `where`.
     """
+    if len(text) > _TOML_BYTES:
+        raise PrivlabError(f"{where} has {len(text)} characters. At most {_TOML_BYTES} of TOML are read.")
+    if long := _TOML_LONG_KEY.search(text):
+        name = f"{long[0][:20]}…"
+        raise PrivlabError(f"{where} is nested too deeply: '{name}' has more than {_DEEPEST} parts.")
     return _parsed(tomllib.loads, text, where, "TOML")
 
 
@@ -149,7 +179,7 @@ def _is_deep(value: object) -> bool:
     for _ in range(_DEEPEST):
         inner: list[object] = []
         for each in layer:
-            if isinstance(each, Mapping):
+            if isinstance(each, dict):
                 inner += each.values()
             elif isinstance(each, list):
                 inner += each
@@ -188,7 +218,7 @@ def most_unpacked(size: int) -> int:
 
 
 def check_archive(path: Path, what: str) -> None:
-    """Check that a file, if it is a zip archive as torch and NumPy write it, unpacks to a bounded size.
+    """Check that a file unpacks to a bounded size, if it is a zip archive as torch and NumPy write it, or of gzip.
 
     Args:
         path: path of the file, which need not be an archive.
@@ -199,15 +229,97 @@ def check_archive(path: Path, what: str) -> None:
     """
     with open_file(path, what) as file:
         size = os.fstat(file.fileno()).st_size
-        if file.read(2) != b"PK":
-            return
+        start = file.read(2)
+        file.seek(0)
         try:
-            with zipfile.ZipFile(file) as archive:
-                unpacked = sum(member.file_size for member in archive.infolist())
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
+            unpacked = _zip_bytes(file) if start == b"PK" else _gzip_bytes(file, size) if start == _GZIP else 0
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, OSError) as error:
             raise PrivlabError(f"'{path}' cannot be read as {what}; it may be truncated ({error}).") from None
     if unpacked > most_unpacked(size):
-        raise _unreadable(path, what, f"its {size} bytes would unpack to {unpacked / 2**20:.0f} MiB")
+        raise _unreadable(path, what, f"its {size} bytes would unpack to {unpacked / 2**20:.0f} MiB or more")
+
+
+def _zip_bytes(file: BufferedReader) -> int:
+    with zipfile.ZipFile(file) as archive:
+        return sum(member.file_size for member in archive.infolist())
+
+
+def _gzip_bytes(file: BufferedReader, size: int) -> int:
+    """Return how many bytes a file unpacks to, or the first number that is too large; its header does not state it."""
+    found = 0
+    with gzip.GzipFile(fileobj=file) as packed:
+        while found <= most_unpacked(size) and (part := packed.read(2**20)):
+            found += len(part)
+    return found
+
+
+def try_reading(read: Callable[[], object], path: Path, what: str) -> None:
+    """Read a file in a copy of this process, with limits on memory and time, before a library reads it in this one.
+
+    It is for libraries whose work has no ceiling that the file's headers state. What the copy reads is lost. Systems
+    other than Linux have no such copies or limits, and nothing is done there.
+
+    Args:
+        read: what reads the file, in the same way in which it is read afterwards.
+        path: path of the file.
+        what: the word for it in the error.
+
+    Raises:
+        pickle.UnpicklingError: if `read` raises one, with its message.
+        PrivlabError: if it raises another error, takes too much memory or time, or ends the process.
+    """
+    if sys.platform != "linux":
+        return
+    size = check_file(path, what)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other threads, of which the copy has none
+        receiver, sender = os.pipe()
+        child = os.fork()
+    if child == 0:
+        _try(read, sender, size)
+    os.close(sender)
+    try:
+        with os.fdopen(receiver, "rb") as pipe:
+            seconds = 2 * (_TRIAL_SECONDS + size / _TRIAL_SPEED)  # other processes may have the core for half of them
+            ready, _, _ = select.select([pipe], [], [], seconds)
+            answer = pipe.read(_ANSWER_BYTES) if ready else b""
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if not answer:
+        raise _unreadable(path, what, "reading it takes too much time, or ends the process")
+    kind, message = json.loads(answer)
+    if kind == pickle.UnpicklingError.__name__:
+        raise pickle.UnpicklingError(message)
+    if kind == MemoryError.__name__ or "memory" in message:
+        raise _unreadable(path, what, f"its {size} bytes take more than {_TRIAL_BYTES / 2**30:.0f} GiB of memory")
+    if kind:
+        reason = one_line(ValueError(message or kind))
+        raise PrivlabError(f"'{path}' cannot be read as {what}; it may be truncated ({reason}).")
+
+
+def _try(read: Callable[[], object], sender: int, size: int) -> NoReturn:
+    """Read in the copy, write how it ended as JSON, and end the copy, whatever happens."""
+    said = ["", ""]
+    try:
+        import resource
+
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a library in C++ says that it ends the process
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        for limit, most in (
+            (resource.RLIMIT_AS, held + _TRIAL_BYTES + _TRIAL_RATIO * size),
+            (resource.RLIMIT_CPU, _TRIAL_SECONDS + size // _TRIAL_SPEED),
+        ):
+            hard = resource.getrlimit(limit)[1]
+            resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        read()
+    except BaseException as error:  # this copy ends here
+        said = [type(error).__name__, str(error)[:2000]]
+    finally:
+        os.write(sender, json.dumps(said).encode())
+        os._exit(0)
 
 
 def refuse_links(folder: Path) -> None:

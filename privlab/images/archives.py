@@ -21,6 +21,8 @@ _ALONE = ("images", "x", "data", "arr_0", *IMAGE_COLUMNS)
 _LABELS_ALONE = ("labels", "y", "targets", "arr_1", *LABEL_COLUMNS)
 _MOST_PACKED = 20
 """By how much photographs may be packed in an array of more than `MAX_BYTES`; zeros are packed by a thousand."""
+_MOST_LABELS = 2**24
+"""The most numbers in an array of labels."""
 _MAX_TEXT = 2**20
 """In bytes: the longest .cls or .json that is read."""
 
@@ -70,6 +72,8 @@ def arrays(path: Path, split: str | None = None) -> Data:
         labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
         if labels.ndim not in (1, 2) or not len(labels) or len(images) % len(labels):
             raise PrivlabError(f"'{path}' has {len(images)} images, but {label_name} of {labels.shape}: one for each.")
+        if labels.size * (len(images) // len(labels)) > _MOST_LABELS:
+            raise PrivlabError(f"'{path}' has labels of {labels.shape}; at most {_MOST_LABELS} numbers are read.")
         labels = labels.repeat(len(images) // len(labels), axis=0)
     chosen = image_name.removesuffix("_images").removeprefix("x_") if splits else None
     prefix = f"{path.name}/{chosen}/" if chosen else f"{path.name}/"
@@ -206,7 +210,7 @@ def _members(path: Path) -> Iterator[tuple[PurePosixPath, _Member]]:
             for info in archive:
                 if info.isreg() and not info.issparse():
                     yield PurePosixPath(info.name), _Member(path, info.offset_data, info.size)
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, tarfile.TarError, RecursionError) as error:  # the last: long names of long names
         raise PrivlabError(f"'{path}' cannot be read as a tar that is not packed: {one_line(error)}.") from None
 
 

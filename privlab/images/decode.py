@@ -42,6 +42,12 @@ _DARK = 2**14
 """An image of 16 bits whose levels are all below this is taken for one of fewer bits, and there is a warning."""
 _BITS_PER_SAMPLE = 258
 """The number of TIFF's tag for the bits of a level."""
+_STRIPS, _TILES = 273, 324
+"""The numbers of TIFF's tags for the places of strips and tiles."""
+_MOST_PAGES = 2**14
+"""The most pages of a TIFF."""
+_MOST_SCANS = 100
+"""The most scans of a JPEG of `MAX_PIXELS`; smaller ones may have more."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ def count_slices(path: Path) -> int | None:
         with _QUIET:
             return medical.count_slices(path)
     with suppress(Exception), _QUIET, open_file(path, "image", MAX_BYTES) as file:
-        frames = getattr(Image.open(file, formats=("TIFF",)), "n_frames", 1)
+        frames = _count_frames(Image.open(file, formats=("TIFF",)))
         return frames if frames > 1 else None
     return None
 
@@ -296,6 +302,7 @@ def _decode(
             check_size(image.size)
             if page is None:
                 _check_frames(image)
+            _check_scans(image, data)
             mode = _raw_mode(image)
             image.load()
             if image.format == "PNG":  # Pillow decodes one that lacks its last bytes without a word
@@ -334,10 +341,31 @@ def check_size(sides: tuple[int, int]) -> None:
 
 
 def _check_frames(image: Image.Image) -> None:
-    frames = getattr(image, "n_frames", 1)
+    frames = _count_frames(image)
     # In the MPO files of phones, the further frames are a preview or a brightness map of the first.
     if frames > 1 and image.format != "MPO":
         raise PrivlabError(f"{frames} frames; only still images are read.")
+
+
+def _count_frames(image: Image.Image) -> int:
+    """Return the number of frames; Pillow goes from one page of a TIFF to the next."""
+    if image.format == "TIFF":
+        pages: Any = image  # Pillow has no public way to count them up to a limit
+        with suppress(EOFError):
+            for page in range(1, _MOST_PAGES + 1):
+                pages._seek(page)
+            raise PrivlabError(f"More than {_MOST_PAGES} pages; files of fewer are read.")
+        image.seek(0)
+    return getattr(image, "n_frames", 1)
+
+
+def _check_scans(image: Image.Image, data: bytes) -> None:
+    """Check how often the pixels are gone through: each scan of a progressive JPEG may do so, and takes 100 bytes."""
+    scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO", "TIFF") else 0
+    tags = getattr(image, "tag_v2", {})
+    parts = max(np.size(tags.get(name, 0)) for name in (_STRIPS, _TILES))  # of a TIFF, each of which has its scans
+    if scans * image.width * image.height > _MOST_SCANS * MAX_PIXELS * parts:
+        raise PrivlabError(f"{scans} scans of {image.width}×{image.height} pixels, which take too long to decode.")
 
 
 def _raw_mode(image: ImageFile) -> str:
@@ -360,7 +388,7 @@ def _from_colours(
     Pillow keeps the upper byte of each level. The lower bytes are those that it reads in the other byte order; they
     matter only where a depth is stated, or the upper bytes are nearly black.
     """
-    upper = np.asarray(image)[..., :3].astype(np.int64)
+    upper = np.asarray(image)[..., :3]
     about = 256 * int(upper.min()), 256 * int(upper.max()) + 255
     if bit_depth in (None, 16) and about[1] >= _DARK:
         return image, about
@@ -375,12 +403,12 @@ def _from_colours(
             for tile in again.tile
         ]
         try:
-            lower = np.asarray(again)[..., :3].astype(np.int64)
+            lower = np.asarray(again)[..., :3]
         except ValueError:  # Pillow knows one byte order of grey with transparency
             if bit_depth in (None, 16):
                 return image, about
             raise PrivlabError("16-bit grey with transparency: --bit-depth needs it without transparency.") from None
-    values = 256 * upper + lower
+    values = upper.astype(np.uint16) << 8 | lower
     levels = int(values.min()), int(values.max())
     if bit_depth is not None:
         scaled = Image.fromarray(_scaled(values, bit_depth))
@@ -405,7 +433,7 @@ def _rgb(image: Image.Image, bit_depth: int | None) -> tuple[Image.Image, tuple[
 
 def _from_integers(image: Image.Image, bit_depth: int | None) -> tuple[Image.Image, tuple[int, int] | None]:
     # Pillow's own conversion clips at 255.
-    values = np.asarray(image).astype(np.int64)
+    values = np.asarray(image)
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 65535:
         raise PrivlabError(f"Integer pixels from {low} to {high}; 8 or 16 bits without sign are read.")
@@ -419,4 +447,6 @@ def _scaled(values: np.ndarray, bit_depth: int) -> np.ndarray:
     white = 2**bit_depth - 1
     if (high := int(values.max())) > white:
         raise PrivlabError(f"Levels up to {high} do not fit into --bit-depth {bit_depth}, whose largest is {white}.")
-    return ((2 * 255 * values + white) // (2 * white)).astype(np.uint8)
+    levels = np.arange(white + 1)
+    scaled = ((2 * 255 * levels + white) // (2 * white)).astype(np.uint8)
+    return np.stack([scaled[row] for row in values])  # row by row, since indices take 8 bytes each

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from privlab.base import PrivlabError, one_line, open_file
+from privlab.base import PrivlabError, check_archive, most_unpacked, one_line, open_file
 from privlab.images.decode import MAX_BYTES, MAX_CHANNELS, check_size, file_bytes
 
 if TYPE_CHECKING:
@@ -186,7 +186,10 @@ def _shown_range(dataset: "Dataset") -> tuple[float, float]:
 def _to_bytes(values: np.ndarray, low: float | int, high: float | int) -> np.ndarray:
     """Return levels as the nearest of 0 to 255, with `low` as 0 and `high` as 255; those outside are clipped."""
     scale = 255 / (high - low) if high != low else 0.0
-    return ((values.astype(np.float64) - low) * scale).round().clip(0, 255).astype(np.uint8)
+    scaled = values.astype(np.float64)
+    scaled -= low
+    scaled *= scale
+    return scaled.round(out=scaled).clip(0, 255, out=scaled).astype(np.uint8)
 
 
 # NIfTI
@@ -209,14 +212,17 @@ def _nifti(path: Path, modified: int) -> np.ndarray:
         import nibabel
     except ImportError:
         raise PrivlabError("A NIfTI file needs the extra: pip install 'privlab[medical]'.") from None
+    check_archive(path, "image")
     image: Any = nibabel.load(path)
     shape, kind = tuple(int(side) for side in image.shape), image.get_data_dtype()
     found = " × ".join(map(str, shape))
     if len(shape) < 3 or math.prod(shape[3:]) != 1 or kind.kind not in "iuf":
         raise PrivlabError(f"A NIfTI file must hold one volume of numbers with three axes. Found {found} of {kind}.")
     claimed, size = math.prod(shape) * kind.itemsize, path.stat().st_size
-    if claimed > MAX_BYTES or claimed > size * (_DEFLATE if path.name.lower().endswith(".gz") else 1):
-        right = f"the file has {size} bytes, and at most {MAX_BYTES // 2**20} MiB are read."
+    held = math.prod(shape) * 8  # nibabel turns the axes of numbers in float64
+    packed = _DEFLATE if path.name.lower().endswith(".gz") else 1
+    if claimed > min(MAX_BYTES, size * packed) or held > most_unpacked(size):
+        right = f"the file has {size} bytes, and at most {MAX_BYTES // 2**20} MiB or {2**27} voxels are read."
         raise PrivlabError(f"{found} voxels by its header, {claimed / 2**20:.0f} MiB; {right}")
     canonical = nibabel.as_closest_canonical(image)  # from left to right, from back to front, from feet to head
     voxels = canonical.get_fdata(dtype=np.float32, caching="unchanged").reshape(canonical.shape[:3])

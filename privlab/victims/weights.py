@@ -32,6 +32,7 @@ from privlab.base import (
     one_line,
     read_json,
     read_text,
+    try_reading,
     warn,
 )
 from privlab.victims.anatomy import Vit
@@ -194,9 +195,8 @@ def _content(path: Path) -> object:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         with warnings.catch_warnings(), torch.serialization.safe_globals(_ALLOWED):
             warnings.simplefilter("ignore")  # torch either reads or refuses a file that it warns of
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            _check_size(content, size)
-            return content
+            try_reading(lambda: _check_size(_loaded(path), size), path, "weights")
+            return _loaded(path)
     except PrivlabError:  # of a shard
         raise
     except pickle.UnpicklingError as error:
@@ -207,6 +207,11 @@ def _content(path: Path) -> object:
         ) from error
     except Exception as error:  # on a damaged file, torch and NumPy raise nearly anything
         raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({one_line(error)}).") from error
+
+
+def _loaded(path: Path) -> object:
+    """Return what a file of torch holds; functions that a pickle may name, such as bytearray, take any memory."""
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _check_size(content: object, size: int) -> None:
