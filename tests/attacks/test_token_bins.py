@@ -11,6 +11,7 @@ from torch import Tensor
 import privlab
 from privlab.attacks.dishonest.token_bins import TokenBins, _completed, _Plan, _transform
 from privlab.base import PrivlabError
+from privlab.evaluation import as_read, unread
 from privlab.metrics import assign_images, psnr
 from privlab.patches import patchify
 from privlab.threat import Observation, Reconstruction
@@ -56,6 +57,28 @@ def test_equal_patches_of_two_images_go_to_both(photographs: Callable[[int, int]
     assert (scores(TokenBins()(released(victim, images)), images) > 110).all()
 
 
+@pytest.mark.parametrize(
+    "client",
+    [
+        privlab.Client(lr=0.01, images=4, batch_size=4),
+        privlab.Client(lr=0.01, images=2, batch_size=2, clients=2),
+        privlab.Client(optimiser="adam", lr=1e-3, images=4, batch_size=4),
+        privlab.Client(optimiser="adamw", lr=1e-3, images=4, batch_size=4, weight_decay=0.05),
+    ],
+    ids=["sgd", "secure aggregation", "adam", "adamw"],
+)
+def test_updates_of_one_step_are_exact(client: privlab.Client, photographs: Callable[[int, int], Tensor]) -> None:
+    images, labels = photographs(4, 16), torch.arange(4)
+    seen = privlab.observe(make(depth=6), images, labels, release=privlab.Update(client), server=TokenBins())
+    read = as_read(TokenBins(), seen)
+    assert isinstance(read, Observation)
+    assert (scores(TokenBins()(read), images) > 100).all()
+
+
+def test_more_steps_of_adam_are_refused() -> None:
+    assert "one step of Adam" in str(unread(TokenBins(), privlab.Client(optimiser="adam", steps=2)))
+
+
 def test_the_weights_do_not_depend_on_the_honest_ones_which_stay_as_they_are() -> None:
     victim = make()
     before = {name: tensor.clone() for name, tensor in victim.model.state_dict().items()}
@@ -75,9 +98,9 @@ def test_a_neuron_fires_for_its_slot_alone_and_above_its_edge() -> None:
     coefficient, low, _ = plan.edges
     D, levels = victim.model.vit.embed_dim, torch.linspace(-0.983, 0.987, 37).double() * plan.largest
     tokens = torch.zeros(plan.slots, len(levels), D, dtype=torch.float64)
-    tokens[:, :, :6] = plan.known[:, None]
-    tokens[:, :, 7:] = 0.0137  # of the other coefficients, at no edge
-    tokens[:, :, 6] = levels
+    tokens[:, :, :5] = plan.known[:, None]
+    tokens[:, :, 6:] = 0.0137  # of the other coefficients, at no edge
+    tokens[:, :, 5] = levels
     u = torch.nn.functional.layer_norm(tokens, (D,))
     fires = torch.einsum("nld,smd->nlsm", u, plan.neurons.unflatten(0, (plan.slots, -1))) > 0
     value = torch.where(coefficient == 0, levels[:, None], 0.0137)
@@ -89,7 +112,7 @@ def test_more_tokens_than_neurons_and_wide_patches_are_beyond_its_range(
     photographs: Callable[[int, int], Tensor],
 ) -> None:
     narrow = released(make(embed_dim=48), photographs(2, 16))
-    assert TokenBins().beyond(narrow) == "K = 48 > D - 6 = 42"
+    assert TokenBins().beyond(narrow) == "K = 48 > D - 5 = 43"
     many = released(make(depth=2, mlp_ratio=0.5), photographs(3, 16))
     assert TokenBins().beyond(many) == "48 tokens > 32 neurons"
 
