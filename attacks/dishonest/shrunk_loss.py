@@ -40,6 +40,8 @@ class ShrunkLoss:
     Fails if: N ≥ D, the client takes further steps, or a defense changes the release. It needs a class token and
     position embeddings.
 
+    Studies: dishonest_server
+
     Example: privlab attack --model vit_s --weights random --img-size 64 --attack shrunk-loss --client adamw
     --limit 1
 

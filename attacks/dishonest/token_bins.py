@@ -269,6 +269,8 @@ class TokenBins:
 
     Cost: 7 s for 32 images of 224 pixels, given the gradient (ViT-B, a busy core).
 
+    Studies: dishonest_server
+
     Example: privlab attack --model cifar_vit --attack token-bins --gradient-batch 2 --limit 2
 
     Source: bins of Robbing the Fed, for tokens of a transformer. [@fowl2022robbing]
