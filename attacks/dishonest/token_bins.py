@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -136,7 +136,8 @@ class _Plan:
     @property
     def eps(self) -> float:
         """Return ε of LayerNorm."""
-        return self.model.vit.blocks[0].norm2.eps
+        first: Any = self.model.vit.blocks[0]
+        return first.norm2.eps
 
     @cached_property
     def edges(self) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
@@ -145,7 +146,7 @@ class _Plan:
         The first bin of each coefficient begins below, and the last one ends above all values. Bins of a coefficient
         are equally likely.
         """
-        m = _neurons(self.model) // self.slots
+        m = sum(_widths(self.model)) // self.slots
         others = int((1 - _BRIGHTNESS) * m)
         used = _SCALES[: min(others // _FEWEST_BINS, len(self.transform) - 1)]
         counts = [others // len(used)] * len(used) if used else []
@@ -203,9 +204,9 @@ class _Plan:
         return v
 
 
-def _neurons(model: VictimModel) -> int:
-    """Return the neurons of the MLPs of all blocks but the last, which sees the class token alone."""
-    return sum(block.mlp.fc1.out_features for block in model.vit.blocks[:-1])
+def _widths(model: VictimModel) -> list[int]:
+    """Return the neurons of the MLP of each block but the last, which sees the class token alone."""
+    return [model.vit.get_parameter(f"blocks.{i}.mlp.fc1.weight").shape[0] for i in range(len(model.vit.blocks) - 1)]
 
 
 def _token_gain(model: VictimModel, images: int, client: Client | None) -> float:
@@ -224,7 +225,7 @@ def _obstacle(model: VictimModel) -> str | None:
         return "it needs a class token that one head reads, and position embeddings"
     if vit.num_classes < 2:
         return f"it needs at least 2 classes, and the model has {vit.num_classes}"
-    if (found := _neurons(model)) < vit.patch_embed.num_patches:
+    if (found := sum(_widths(model))) < vit.patch_embed.num_patches:
         return f"it needs a neuron for each patch before the last block. Found {found}"
     return None
 
@@ -327,8 +328,8 @@ class TokenBins:
         # The neurons, slot by slot, in all blocks but the last; each block's output goes to the constant channel.
         # LayerNorm multiplies tokens by Γ and neurons divide by it: updates of small weights lose less to rounding.
         neurons, gain, done = plan.neurons, _token_gain(model, images, client), 0
-        for i, block in enumerate(vit.blocks[:-1]):
-            own = neurons[done : done + block.mlp.fc1.out_features]
+        for i, width in enumerate(_widths(model)):
+            own = neurons[done : done + width]
             state[f"blocks.{i}.norm2.weight"] *= gain
             state[f"blocks.{i}.mlp.fc1.weight"][: len(own)] = own / gain
             state[f"blocks.{i}.mlp.fc2.weight"][0] = _FORWARD
@@ -368,7 +369,10 @@ def _bins(gradients: Mapping[str, Tensor], plan: _Plan) -> tuple[Float[Tensor, "
         parts = [gradients[f"blocks.{i}.mlp.fc1.{name}"][0] for i in blocks]
         return torch.cat(parts)[: plan.slots * m].double().unflatten(0, (plan.slots, m)).cpu()
 
-    above, above_bias = joined("weight") / float(plan.model.vit.blocks[0].norm2.weight[0]), joined("bias")
+    above, above_bias = (
+        joined("weight") / float(plan.model.vit.get_parameter("blocks.0.norm2.weight")[0]),
+        joined("bias"),
+    )
     is_last = plan.edges[2].isinf()  # above the last edge of a coefficient there is nothing to take away
     next_up = torch.where(is_last[:, None], 0.0, above.roll(-1, 1))
     return above - next_up, above_bias - torch.where(is_last, 0.0, above_bias.roll(-1, 1))

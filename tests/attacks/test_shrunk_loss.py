@@ -17,7 +17,14 @@ from privlab.threat import Observation
 
 def make(**options: Any) -> privlab.Victim:
     """Return a random ViT with N = 16 patches and D = 48."""
-    given = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 10}
+    given: dict[str, Any] = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 4,
+        "num_classes": 10,
+    }
     torch.manual_seed(0)
     return privlab.victim(timm.create_model("vit_tiny_patch16_224", **(given | options)), normalisation="imagenet")
 

@@ -19,7 +19,14 @@ from privlab.threat import Observation, Reconstruction
 
 def make(size: int = 16, **options: Any) -> privlab.Victim:
     """Return a random ViT with patches of 4 × 4 pixels, K = 48, and D = 64."""
-    given = {"img_size": size, "patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4, "num_classes": 10}
+    given: dict[str, Any] = {
+        "img_size": size,
+        "patch_size": 4,
+        "embed_dim": 64,
+        "depth": 4,
+        "num_heads": 4,
+        "num_classes": 10,
+    }
     torch.manual_seed(0)
     return privlab.victim(timm.create_model("vit_tiny_patch16_224", **(given | options)), normalisation="imagenet")
 
