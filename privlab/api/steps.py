@@ -19,6 +19,7 @@ from privlab.images.given import data_of
 from privlab.images.targets import checked_targets
 from privlab.release.checked import images_for, model_of
 from privlab.threat import (
+    DishonestAttack,
     FeatureObservation,
     Features,
     Gradient,
@@ -45,6 +46,7 @@ def observe(
     release: Release | None = None,
     defense: Part | Sequence[Part] = (),
     public: Any = None,  # noqa: ANN401
+    server: DishonestAttack | None = None,
     seed: int = 0,
     draw: int = 0,
 ) -> Observation | FeatureObservation:
@@ -60,6 +62,8 @@ def observe(
         release: what the clients release; None for the gradient of each image.
         defense: one defense by its name or as an instance, or several, in the order in which they act; none by default.
         public: images of the adversary's own, as `images`; None if it has none.
+        server: the attack of a dishonest server, which chooses the weights that the clients get instead of the
+            victim's; None for a server that follows the protocol.
         seed: seed of the defense's draws, which depend on each image's content too.
         draw: number of the draw; each gives other random numbers for the same image.
 
@@ -91,7 +95,7 @@ def observe(
     named = defense.split("+") if isinstance(defense, str) else defense
     parts = named if isinstance(named, Sequence) else [named]
     stack = Stack(tuple(completed(part, "defense") for part in parts))
-    clients = Clients(release, stack, seed, draw, hash_of(model.state_dict()))
+    clients = Clients(release, stack, seed, draw, hash_of(model.state_dict()), server)
     own = None if public is None else given_batch(victim, public, what="public images").images.to(model.mean)
     b = len(batch.named)
     if isinstance(release, Gradient) and b % release.batch:

@@ -26,6 +26,7 @@ from privlab.threat import (
     AttackClass,
     Capability,
     Client,
+    DishonestAttack,
     Effects,
     FeatureAttack,
     Stack,
@@ -42,6 +43,16 @@ class AttackGroup:
 
     victim: Victim
     attacks: tuple[Attack | FeatureAttack, ...]
+
+    @property
+    def server(self) -> DishonestAttack | None:
+        """Return the attack that chooses the weights for this group, whose only attack it is; None if none does."""
+        return server_of(self.attacks[0])
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return what distinguishes the releases of the groups of a victim: the block, and who chose the weights."""
+        return self.victim.block, "" if self.server is None else self.server.name
 
     @property
     def parameters(self) -> list[str]:
@@ -108,7 +119,7 @@ def applicable(spec: Case, base: Victim, *, stand_ins: bool = False) -> tuple[li
     base.model.check_cut_layer(spec.cut_layer)
     if not spec.features_released and (spec.client is None or spec.client.has_labels):
         check_classifies(base.model)
-    groups: dict[str, AttackGroup] = {}
+    groups: dict[tuple[str, str], AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
     for name, given in _candidates(spec, effects_of(base.model, defense), Stack(defense).mixes_images).items():
@@ -121,9 +132,16 @@ def applicable(spec: Case, base: Victim, *, stand_ins: bool = False) -> tuple[li
         except PrivlabError as refusal:
             refused[name] = str(refusal)
             continue
-        group = groups.pop(home.block, AttackGroup(home, ()))
-        groups[home.block] = replace(group, attacks=(*group.attacks, attack))
+        alone = AttackGroup(home, (attack,))
+        before = groups.pop(alone.key, None)
+        groups[alone.key] = alone if before is None else replace(before, attacks=(*before.attacks, attack))
     return list(groups.values()), refused
+
+
+def server_of(attack: Attack | FeatureAttack) -> DishonestAttack | None:
+    """Return an attack as the server that chooses the weights, or None if it requires no such server."""
+    cheats = Capability.CHOOSES_WEIGHTS in attack.requires
+    return attack if cheats and isinstance(attack, DishonestAttack) else None
 
 
 def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
@@ -186,7 +204,7 @@ def _home(
     spec: Case,
     base: Victim,
     defense: Sequence[AnyDefense],
-    groups: dict[str, AttackGroup],
+    groups: dict[tuple[str, str], AttackGroup],
 ) -> Victim:
     """Return the first allowed block variant on which an attack may run; a variant that `groups` has is used again."""
     client, public = spec.client, spec.adversary.public_limit
@@ -207,12 +225,15 @@ def _home(
     anywhere: frozenset[Capability] = frozenset()
     for block in blocks:
         try:
-            variant = groups[block].victim if block in groups else base.with_block(block)
+            made = groups.get((block, ""))
+            variant = base.with_block(block) if made is None else made.victim
             if client is None:
                 grants = gradient_capabilities(variant.model, defense, spec.release.images, public=public)
             else:
-                variant = variant if block in groups else replace(variant, model=served(variant.model, client))
+                variant = variant if made else replace(variant, model=served(variant.model, client))
                 grants = update_capabilities(variant.model, client, defense)
+            if spec.chooses_weights:
+                grants |= {Capability.CHOOSES_WEIGHTS}
             anywhere |= grants
             check_capabilities(attack, grants, force=force, because=_because(base, spec))
             _check_released(attack, variant, client, defense)

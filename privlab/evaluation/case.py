@@ -18,6 +18,7 @@ from privlab.release import AnyDefense, contradictions, effects_of
 from privlab.threat import (
     Attack,
     AttackClass,
+    Capability,
     Client,
     FeatureAttack,
     Features,
@@ -178,6 +179,7 @@ class Case:
         check_names("setting", self.settings)
         check_names("metric", self.metrics)
         check_seed(self.seed)
+        self._check_server()
         self._check_release()
 
     @property
@@ -238,6 +240,11 @@ class Case:
         return self.release.images if self.features_released or self.release.images > 1 else None
 
     @property
+    def chooses_weights(self) -> bool:
+        """Return whether the server chose the weights: then all attacks are those of such a server."""
+        return any(map(_is_dishonest, self.adversary.attacks or ()))
+
+    @property
     def defends_gradients(self) -> bool:
         """Return whether a defense acts on released gradients; in setting a no defense is at work."""
         return bool(self._acting_on("gradients")) and any(setting != "a" for setting in self.settings)
@@ -245,6 +252,16 @@ class Case:
     def _acting_on(self, what: str) -> list[str]:
         """Return the names of the defenses that act on "images", "features" or "gradients"."""
         return [part.name for part in self.parts if acts_on(type(part)) == what]
+
+    def _check_server(self) -> None:
+        """Refuse attacks of two threat models: one verdict would be on both."""
+        named = self.adversary.attacks or ()
+        if self.chooses_weights and (honest := [attack.name for attack in named if not _is_dishonest(attack)]):
+            cheats = next(attack.name for attack in named if _is_dishonest(attack))
+            raise PrivlabError(
+                f"Attack '{cheats}' is of a server that chooses the weights, and needs a separate run. "
+                f"Found it with '{honest[0]}', of a server that follows the protocol."
+            )
 
     def _check_release(self) -> None:
         gradients = self._acting_on("gradients")
@@ -306,6 +323,10 @@ def options_stated(part: AnyAttack | AnyDefense) -> dict[str, Any]:
         right = "must be a number, a text or a list of them"
         raise PrivlabError(f"Each field of '{part.name}' {right}: {error}.") from None
     return stated
+
+
+def _is_dishonest(attack: AnyAttack | AttackClass) -> bool:
+    return Capability.CHOOSES_WEIGHTS in attack.requires
 
 
 def defense_of(spec: Case, victim: Victim, setting: str) -> Stack:
@@ -381,6 +402,8 @@ def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
     for name, kind in installed_attacks().items():
         declared = attack_declarations(kind)
         check_name(f"effort of {name}:", declared.effort, EFFORTS)
+        if _is_dishonest(kind):
+            continue
         if not declared.named_only and declared.effort in within:
             found[name] = kind
     return found

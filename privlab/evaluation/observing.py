@@ -1,5 +1,6 @@
 """Observe: what the clients of one batch feed and release in one setting, and what the adversary sees of it."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -7,13 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import draw_for
+from privlab.base import PrivlabError, draw_for
 from privlab.evaluation.batch import Batch, Seen
 from privlab.evaluation.case import shuffles
 from privlab.release import observe, observe_features, observe_updates, released_parameters, send
 from privlab.threat import (
+    Capability,
     Client,
     ClientData,
+    DishonestAttack,
     Draws,
     Features,
     Feed,
@@ -30,7 +33,8 @@ from privlab.victims import VictimModel
 class Clients:
     """The clients of a run: what they release, under which defenses, and how they draw.
 
-    `key` is the text that seeds what a defense draws once for a model, such as the hash of its weights.
+    `key` is the text that seeds what a defense draws once for a model, such as the hash of its weights. `server` is the
+    attack that chooses the weights that the clients get; None for a server that follows the protocol.
     """
 
     release: Release
@@ -38,6 +42,7 @@ class Clients:
     seed: int
     draw: int
     key: str
+    server: DishonestAttack | None = None
 
     def feed(self, model: VictimModel, batch: Batch, setting: str) -> Batch:
         """Return the batch with what its clients feed and send in a setting.
@@ -72,6 +77,12 @@ class Clients:
             public: images of the adversary's own; None if it has none.
         """
         batch = batch if batch.feed is not None else self.feed(model, batch, "c")
+        if self.server is not None:
+            client = self.release.client if isinstance(self.release, Update) else None
+            made = replace(self, server=None).observe(
+                with_chosen_weights(model, self.server, self._images(batch), client), batch, parameters, public
+            )
+            return replace(made, grants=made.grants | {Capability.CHOOSES_WEIGHTS})
         if isinstance(self.release, Features):
             assert batch.sent is not None
             own = batch.images[:0] if public is None else public
@@ -131,6 +142,33 @@ class Clients:
             batch=draw_for(self.seed, batch.together, "batch", self.draw),
             model=draw_for(self.seed, self.key, "key", self.draw),
         )
+
+
+def with_chosen_weights(
+    model: VictimModel, server: DishonestAttack, images: int, client: Client | None = None
+) -> VictimModel:
+    """Return a copy of a model with the weights that a dishonest server chooses for it.
+
+    Args:
+        model: the honest model, which is left as it is.
+        server: the attack that chooses the weights.
+        images: the images of one release, at least 1.
+        client: the public settings of clients that train; None where they release gradients.
+
+    Raises:
+        PrivlabError: if a weight that was chosen is not one of the model's, or has another shape.
+    """
+    twin = copy.deepcopy(model)
+    held = dict(twin.vit.named_parameters()) | ({} if twin.unk_embed is None else {"unk_embed": twin.unk_embed})
+    for name, tensor in server.choose(twin, images, client).items():
+        if name not in held or held[name].shape != tensor.shape:
+            right = "no such parameter" if name not in held else f"{tuple(held[name].shape)}"
+            raise PrivlabError(
+                f"Attack '{server.name}' chose {name} of {tuple(tensor.shape)}. Found {right} in the model."
+            )
+        with torch.no_grad():
+            held[name].copy_(tensor)
+    return twin
 
 
 def share_out(client: Client, images: int) -> Client:

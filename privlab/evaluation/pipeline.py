@@ -126,7 +126,7 @@ class Evaluator:
 
     def _observe(self, group: AttackGroup, batch: Batch) -> Seen:
         """Return what the adversary sees of a batch."""
-        clients, public = self._clients(batch.setting), self._public.to_attacks(batch)
+        clients, public = replace(self._clients(batch.setting), server=group.server), self._public.to_attacks(batch)
         return clients.observe(group.victim.model, batch, group.parameters, public)
 
     def _gradients(self, group: AttackGroup, batch: Batch) -> tuple[Observation, Batch, list[Record]]:
@@ -135,7 +135,7 @@ class Evaluator:
         They state a failure where the release is not sound: it is not attacked.
         """
         b, B = len(batch.named), batch.images_per_release(self.spec.together)
-        key = (batch.setting, group.victim.block, batch.together)
+        key = (batch.setting, *group.key, batch.together)
         seen, seconds = self._once(key, lambda: self._observe(group, batch))
         assert isinstance(seen, Observation)
         step = 1 if self.rows.shuffled(batch.setting) else b  # one by one, as `Clients` observes them

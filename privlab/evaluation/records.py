@@ -256,6 +256,8 @@ class Rows:
             patches = (self.base.model.grid, self.base.model.patch)
             own = {"weights": sha256_of(by.file(*patches))[:16]} if isinstance(by, Predicted) else {}
             given["reassembly"] = {by.name: asdict(by) | own}
+        if spec.chooses_weights:
+            given["chooses_weights"] = True
         return given | ({"force": True} if spec.adversary.force else {})
 
 

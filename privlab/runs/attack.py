@@ -124,6 +124,7 @@ def experiment_of(
         for setting in spec.settings:
             options = {"victim": base.name, "setting": setting, "defense": defense_of(spec, base, setting).name}
             options |= {} if spec.words.client is None else {"client": spec.words.client}
+            options |= {"server": "the server chose the weights"} if spec.chooses_weights else {}
             label = ", ".join(f"setting {value}" if key == "setting" else value for key, value in options.items())
             cases.append(GridRow(label, None, runs, options, setting=setting))
     paper = papers_attack(attack.name for of_base in groups for group in of_base for attack in group.attacks)
@@ -166,7 +167,7 @@ def facts_of(spec: Case, bases: Sequence[Victim], groups: Sequence[Sequence[Atta
         "victims": [
             {"name": base.name, "weights": asdict(base.weights)}
             | base.params()
-            | {"attacks": {group.victim.block: [repr(attack) for attack in group.attacks] for group in of_base}}
+            | {"attacks": {":".join(filter(None, group.key)): [*map(repr, group.attacks)] for group in of_base}}
             for base, of_base in zip(bases, groups, strict=True)
         ],
         "defenses": {

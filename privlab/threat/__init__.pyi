@@ -1,5 +1,6 @@
 from .attack_protocols import Attack as Attack
 from .attack_protocols import AttackClass as AttackClass
+from .attack_protocols import DishonestAttack as DishonestAttack
 from .attack_protocols import FeatureAttack as FeatureAttack
 from .attack_protocols import check_capabilities as check_capabilities
 from .capabilities import FORCEABLE as FORCEABLE

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.threat.capabilities import FORCEABLE, Capability
+from privlab.threat.client import Client
 from privlab.threat.observations import FeatureObservation, Observation, Reconstruction
+from privlab.victims import VictimModel
 
 
 @runtime_checkable
@@ -35,6 +37,24 @@ class Attack(Protocol):
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"] | Reconstruction:
         """Return the reconstructed images in [0, 1], or a `Reconstruction` if the attack found more than images."""
+        ...
+
+
+@runtime_checkable
+class DishonestAttack(Attack, Protocol):
+    """An attack of a server that chooses the weights: it requires `chooses_weights`, and must be named.
+
+    What it is called with was released by clients that got the weights of `choose`. No other attack sees that release.
+    """
+
+    def choose(self, model: VictimModel, images: int, client: Client | None) -> Mapping[str, Tensor]:
+        """Return weights of the victim's architecture by timm's names; those that are left out stay as they are.
+
+        Args:
+            model: the honest model, which must not be changed.
+            images: B, the images of one release, at least 1.
+            client: the public settings of the clients that train; None where they release gradients.
+        """
         ...
 
 

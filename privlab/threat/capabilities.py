@@ -26,6 +26,7 @@ class Capability(StrEnum):
     FILTERED_IMAGES = "filtered_images"
     MIXED_IMAGES = "mixed_images"
     CLASS_LABELS = "class_labels"
+    CHOOSES_WEIGHTS = "chooses_weights"
 
     @property
     def meaning(self) -> str:
@@ -54,6 +55,7 @@ _MEANING = {
     Capability.MIXED_IMAGES: "a defense mixes the images of a batch (cutmix), of at most 64 × 64 pixels",
     Capability.CLIENT_UPDATE: "the update of a client's local training is released, and its settings are public",
     Capability.CLASS_LABELS: "the clients' loss is the cross-entropy of a class label, which the head's gradient tells",
+    Capability.CHOOSES_WEIGHTS: "the server chose the weights, which is granted to attacks that are named",
 }
 
 FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})

@@ -15,6 +15,7 @@ from typing import Literal
 
 import pandas as pd
 
+from privlab.base import parse_object
 from privlab.evaluation import CONTROL
 from privlab.metrics import METRICS, MIRRORED, STRUCTURE
 from privlab.release import EXPLAINED_RESIDUAL
@@ -117,10 +118,15 @@ def scope(records: pd.DataFrame) -> str:
     seen = " or ".join(sorted(kinds)) or "what is released"
     images = ", owns public images" if "features" in kinds else ""
     client = ", knows the settings of the client's training" if "update" in kinds else ""
+    conditions = (parse_object(text, "conditions of a record") for text in records.conditions.dropna().unique())
+    chosen = any("chooses_weights" in stated for stated in conditions) if "conditions" in records else False
+    server, outside = "an honest-but-curious server that knows the weights", "a server that changes the weights, "
+    if chosen:
+        server, outside = "a dishonest server that chose the weights which the clients got (chooses_weights)", ""
     return (
-        f"Threat model: an honest-but-curious server that knows the weights, sees the {seen} of one release of each "
+        f"Threat model: {server}, sees the {seen} of one release of each "
         f"image{images}{client}, and knows the defense's algorithm and options, but not its draws or keys. Outside it: "
-        "a server that changes the weights, several rounds of one image, and what else it may know of the image."
+        f"{outside}several rounds of one image, and what else it may know of the image."
     )
 
 
