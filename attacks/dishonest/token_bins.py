@@ -1,0 +1,530 @@
+"""`token-bins`: each patch of a large batch, from neurons that fire for one slot above one brightness or colour."""
+
+# `_Plan` lays out the channels of a token and the bins of each slot; `choose` writes them into the weights.
+# Then, from the gradients of the MLPs' first layers:
+# 1. `_bins` takes differences of adjacent neurons: each is the sum over the tokens of one slot in one bin.
+# 2. `_separate` divides bins of one token by their bias, and takes found tokens out of the bins of other quantities.
+# 3. `_images` sorts the tokens of all slots into images, by the loss gradient that the tokens of an image share.
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.attacks.dishonest.layout import adam_inverted, cosine_rows, more_than_a_step, pass_through
+from privlab.base import PrivlabError
+from privlab.patches import unpatchify
+from privlab.threat import Capability, Client, Observation
+from privlab.victims import VictimModel
+
+_SCALES = (0.058, 0.057, 0.032, 0.03, 0.029, 0.021, 0.021, 0.155, 0.016, 0.04, 0.019, 0.018)
+"""The mean size of the coefficients 1, 2, … of a patch in the order of `_transform`, in units of the largest value.
+
+It is that of the photographs that come along; bins of them are quantiles of Laplace distributions. Coefficient 0, the
+brightness, is taken as uniform.
+"""
+
+_FEWEST_BINS = 4
+"""The least bins of a coefficient behind the brightness; where there are few neurons, fewer coefficients are used."""
+
+_BRIGHTNESS = 0.4
+"""The share of the bins that the brightness has."""
+
+_SHARPNESS = 4000.0
+"""The pre-activations that the narrowest bin spans. GELU is 0 or the identity but for about 10 of them."""
+
+_RESERVED = 5
+"""Channels of a token that hold no pixels: a constant, a zero, and the point of its slot on a sphere."""
+
+_KINDS = ("weight", "bias")
+
+_FORWARD = 1e-14
+"""The weight of the MLPs' output. It reaches the gradient only, so that every block sees the same tokens."""
+
+_NOTHING = 1e-4
+"""The share of the largest Σ δ of a slot below which a bin is empty."""
+
+_NORM = 1e-4
+"""How far the mean square of a token may be off. Rounding stays below 1e-5, and mixtures of photographs above 1e-3."""
+
+_MISFIT = 1e-3
+"""How far the known channels of a token may be off."""
+
+_INSIDE = 0.999
+"""The share of a token in a bin from which on it is taken to be in no other bin of this coefficient."""
+
+_STARTS, _FEW = 500, 8
+"""The starts from which lost coefficients are sought, where no more than so many are lost; else one start."""
+
+_START_SIZE = 10.0
+"""The standard deviation of the coefficients at a start, in grey levels."""
+
+_ROUNDS = 15
+"""The rounds from each start."""
+
+_WHOLE = 0.02
+"""The root mean square distance of pixels from whole grey levels, in levels, below which they are whole."""
+
+_EQUAL = 1e-7
+"""The mean squared difference of two tokens that are one."""
+
+
+def _transform(channels: int, patch: int) -> Float[Tensor, "k k"]:
+    """Return an orthonormal transform of a patch, its rows from large to small variance in photographs.
+
+    Row 0 is the mean. Variance falls with the square of the frequency, and colour has about a tenth of that of grey.
+    """
+    rows, colours = cosine_rows(patch), cosine_rows(channels)
+    whole = torch.kron(colours, torch.kron(rows, rows))
+    u = torch.arange(patch, dtype=torch.float64)
+    frequency = 1 + (u[:, None] ** 2 + u**2).flatten()
+    colour = torch.tensor([1.0] + [8.0 + i for i in range(channels - 1)], dtype=torch.float64)
+    return whole[(colour[:, None] * frequency).flatten().argsort(stable=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The layout of channels and neurons for a model, from its architecture and normalisation alone."""
+
+    model: VictimModel
+
+    @cached_property
+    def whole(self) -> Float[Tensor, "k k"]:
+        """Return the whole transform of a patch."""
+        return _transform(self.model.image_shape[0], self.model.patch)
+
+    @property
+    def transform(self) -> Float[Tensor, "d k"]:
+        """Return T, the rows of the transform for which there are channels, D − 5 at most."""
+        return self.whole[: self.model.vit.embed_dim - _RESERVED]
+
+    @property
+    def slots(self) -> int:
+        """Return N."""
+        return self.model.vit.patch_embed.num_patches
+
+    @cached_property
+    def largest(self) -> float:
+        """Return R, the largest value of a coefficient: that of the mean of a white patch, whose values are 1."""
+        return math.sqrt(self.transform.shape[1])
+
+    @property
+    def constant(self) -> float:
+        """Return C, the value of the constant channel and the radius of the sphere of slots."""
+        return self.largest / 4
+
+    @cached_property
+    def points(self) -> Float[Tensor, "n 3"]:
+        """Return a point of the unit sphere for each slot, along a spiral that spreads them evenly."""
+        i = torch.arange(self.slots, dtype=torch.float64) + 0.5
+        height, turn = 1 - 2 * i / self.slots, math.pi * (1 + math.sqrt(5)) * i
+        radius = (1 - height.square()).sqrt()
+        return torch.stack([radius * turn.cos(), radius * turn.sin(), height], 1)
+
+    @cached_property
+    def known(self) -> Float[Tensor, "n 5"]:
+        """Return the values of the reserved channels in each slot."""
+        places = self.constant * self.points
+        return torch.cat([places.new_tensor([self.constant, 0.0]).expand(len(places), 2), places], 1)
+
+    @property
+    def eps(self) -> float:
+        """Return ε of LayerNorm."""
+        return self.model.vit.blocks[0].norm2.eps
+
+    @cached_property
+    def edges(self) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
+        """Return of the m neurons of a slot the coefficient that they measure, and the ends of their bins.
+
+        The first bin of each coefficient begins below, and the last one ends above all values. Bins of a coefficient
+        are equally likely.
+        """
+        m = _neurons(self.model) // self.slots
+        others = int((1 - _BRIGHTNESS) * m)
+        used = _SCALES[: min(others // _FEWEST_BINS, len(self.transform) - 1)]
+        counts = [others // len(used)] * len(used) if used else []
+        columns: list[tuple[Tensor, Tensor, Tensor]] = []
+        for index, count in enumerate([m - sum(counts), *counts]):
+            p = torch.arange(1, count, dtype=torch.float64) / count
+            inner = (2 * p - 1) * self.largest
+            if index > 0:  # quantiles of a Laplace distribution
+                from_half = p - 0.5
+                size = -(1 - 2 * from_half.abs()).log()
+                inner = _SCALES[index - 1] * self.largest * from_half.sign() * size
+            ends = torch.cat([inner.new_tensor([-1.25 * self.largest]), inner, inner.new_tensor([math.inf])])
+            columns.append((torch.full((count,), index), ends[:-1], ends[1:]))
+        coefficient, low, high = (torch.cat(parts) for parts in zip(*columns, strict=True))
+        return coefficient, low, high
+
+    @cached_property
+    def gate(self) -> float:
+        """Return the factor G of the points, by which a token of any other slot is below all edges."""
+        cosines = self.points @ self.points.T
+        nearest = float((1 - cosines).fill_diagonal_(math.inf).min()) if self.slots > 1 else 1.0
+        return 2.5 * self.largest / nearest
+
+    @cached_property
+    def slope(self) -> float:
+        """Return the factor α of all pre-activations."""
+        _, low, high = self.edges
+        inner = (high - low)[(low > -self.largest) & high.isfinite()]
+        narrowest = float(inner.min()) if len(inner) else self.largest
+        deviation = math.sqrt((self.transform.shape[1] + 2 * self.constant**2) / self.model.vit.embed_dim)
+        return _SHARPNESS * deviation / narrowest
+
+    @cached_property
+    def neurons(self) -> Float[Tensor, "h d"]:
+        """Return the weights of all neurons, slot by slot.
+
+        Neuron (n, i) computes α (q − τ_i − G (1 − cos Δ)) / σ for coefficient q of a token at the angle Δ from slot n.
+        Its weights add up to 0, since LayerNorm takes the mean from all channels; channel 1, which is 0, has the rest.
+        """
+        coefficient, low, _ = self.edges
+        m, D = len(coefficient), self.model.vit.embed_dim
+        weights = torch.zeros(self.slots, m, D, dtype=torch.float64)
+        weights[:, :, 0] = -(low + self.gate) / self.constant
+        weights[:, :, 2:_RESERVED] = self.points[:, None] * (self.gate / self.constant)
+        weights[:, torch.arange(m), _RESERVED + coefficient] += 1
+        weights[:, :, 1] = -weights.sum(2)
+        return self.slope * weights.flatten(0, 1)
+
+    @cached_property
+    def readout(self) -> Float[Tensor, " d"]:
+        """Return v: the last attention takes the mean over the tokens u of v·u, from which the loss follows."""
+        v = torch.zeros(self.model.vit.embed_dim, dtype=torch.float64)
+        v[0] = 1
+        v[_RESERVED] = 0.5  # of brightness, so that no two images have the same loss
+        return v
+
+
+def _neurons(model: VictimModel) -> int:
+    """Return the neurons of the MLPs of all blocks but the last, which sees the class token alone."""
+    return sum(block.mlp.fc1.out_features for block in model.vit.blocks[:-1])
+
+
+def _token_gain(model: VictimModel, images: int, client: Client | None) -> float:
+    """Return Γ, with which gradients are far above the rounding of the weights, and of Adam as large as its ε."""
+    if client is None or client.optimiser == "sgd":
+        return 1e14
+    # The δ of a token is about 0.1 / (N B) of the weight of the MLPs' output, and an entry of u at most √D.
+    delta = 0.1 * _FORWARD / (model.vit.patch_embed.num_patches * images)
+    return client.eps / (delta * math.sqrt(model.vit.embed_dim))
+
+
+def _obstacle(model: VictimModel) -> str | None:
+    """Return why the weights cannot be chosen for a model, or None."""
+    vit = model.vit
+    if vit.global_pool != "token" or vit.cls_token is None or vit.pos_embed is None or hasattr(vit, "head_dist"):
+        return "it needs a class token that one head reads, and position embeddings"
+    if vit.num_classes < 2:
+        return f"it needs at least 2 classes, and the model has {vit.num_classes}"
+    if (found := _neurons(model)) < vit.patch_embed.num_patches:
+        return f"it needs a neuron for each patch before the last block. Found {found}"
+    return None
+
+
+@dataclass(frozen=True)
+class TokenBins:
+    """Choose weights by which each neuron of the MLPs sees one slot and one interval of brightness, and divide.
+
+    Idea: The server writes into each token a code of its slot, and passes it unchanged through all blocks. Each neuron
+    fires for one slot, above one value of brightness or colour, so that two adjacent neurons differ by the tokens in
+    between. A bin with a single token gives it back exactly, by one division, and tokens of other bins follow from it.
+
+    Steps: differences of adjacent neurons → divide bins of one token, take it from others → sort tokens into images
+
+    Algorithm: A token is z = (C, 0, C s_n, T y) with a point s_n of a sphere for its slot, the pixels y of its patch
+    and the first D − 5 rows T of an orthonormal cosine transform. Attention and the output of the MLPs are 0 (or 1e-14)
+    in all blocks but the last, so every block reads the same u = LN(z). Neuron i of slot n has the pre-activation
+    α (q − τ_i − G (1 − s_n·s)) / σ, where q is one coefficient of T y. Its gradient is the sum
+    of δ u over the tokens of slot n with q > τ_i, and that of its bias the sum of δ.
+
+    1. ΔW and Δb of adjacent neurons are sums over one bin. If it holds one token, ΔW / Δb = u. Mixtures of different
+       tokens are known by their norm: LayerNorm's is √D, and a mean of vectors of one norm has another one.
+    2. The five known channels of u give LayerNorm's mean and deviation, and so z and y. A token that is found is taken
+       from the bins of all coefficients, and others are then alone.
+    3. The last block's attention takes the mean of all tokens, and the head has classes of opposite sign. So
+       δ = ρ (v_0 − mean v − u_0 (u·v) / D) / σ with one ρ for each image, by which the tokens are sorted into images.
+
+    The bound: (L − 1) 4D neurons separate at most as many tokens, B N ≤ 4 D (L − 1) for B images of N patches: 172
+    images of 224 pixels for ViT-B. A patch has K pixel values, and a token D − 5 channels for them.
+
+    4. For K > D − 5 the coefficients of the highest frequencies and of colour have no channel. They are those that make
+    all pixels of the patch whole grey levels, where few are lost.
+
+    5. A further factor Γ in LayerNorm, which the neurons divide by, makes the update of an SGD client exact too. For a
+    client of Adam it makes gradients as small as ε, and the first step is inverted: g = ε r / (1 − |r|), r = −Δ / η.
+
+    Exact if: K ≤ D − 5, and no two tokens of a slot share all their bins. With K > D − 5 some or all high frequencies
+    are lost.
+
+    Fails if: a client takes more than one step, or a defense changes the release. It needs a class token, position
+    embeddings and two blocks.
+
+    Cost: 7 s for 32 images of 224 pixels, given the gradient (ViT-B, a busy core).
+
+    Studies: dishonest_server
+
+    Example: privlab attack --model cifar_vit --attack token-bins --gradient-batch 2 --limit 2
+
+    Source: bins of Robbing the Fed, for tokens of a transformer. [@fowl2022robbing]
+    """
+
+    name: ClassVar[str] = "token-bins"
+    paper: ClassVar[str] = "bins as in Robbing the Fed (Fowl et al. 2022), for the tokens of a ViT"
+    named_only: ClassVar[bool] = True
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.KNOWS_WEIGHTS, Capability.CHOOSES_WEIGHTS, Capability.PLAIN_BLOCK, Capability.LEARNABLE_PE_GRADIENT}
+    )
+    parameters: ClassVar[tuple[str, ...]] = ("*",)
+    updates_of: ClassVar[tuple[str, ...]] = ("adam", "adamw")
+
+    @staticmethod
+    def refuses(client: Client) -> str | None:
+        """Return why a client of Adam does not release a gradient."""
+        return more_than_a_step(client)
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return the condition on the width or on the number of tokens that does not hold, with its numbers."""
+        vit, plan = seen.model.vit, _Plan(seen.model)
+        K, room, most = plan.transform.shape[1], vit.embed_dim - _RESERVED, len(plan.neurons)
+        if room < K:
+            return f"K = {K} > D - {_RESERVED} = {room}"
+        tokens = seen.images_per_release * plan.slots
+        return None if tokens <= most else f"{tokens} tokens > {most} neurons"
+
+    def choose(self, model: VictimModel, images: int, client: Client | None) -> dict[str, Tensor]:
+        """Return the weights, from the architecture and the normalisation of the pixels alone.
+
+        Args:
+            model: the honest model, of which only shapes and the normalisation are read.
+            images: B, the images of a release; of clients with Adam, the size of gradients follows from it.
+            client: the settings of the clients, of which the optimiser and ε are read; None for gradients.
+
+        Raises:
+            PrivlabError: if the architecture has no place for the bins.
+        """
+        if (why := _obstacle(model)) is not None:
+            raise PrivlabError(f"Attack '{self.name}' cannot choose weights for this model: {why}.")
+        vit, plan = model.vit, _Plan(model)
+        state = pass_through(model)
+        # The embedding: y = 2x − 1 for pixels x in [0, 1], from (x − mean) / std; then T y.
+        mean, std = (t.double().flatten().repeat_interleave(model.patch**2).cpu() for t in (model.mean, model.std))
+        rows = len(plan.transform)
+        proj = state["patch_embed.proj.weight"].flatten(1)
+        proj[_RESERVED : _RESERVED + rows] = plan.transform * (2 * std)
+        state["patch_embed.proj.bias"][_RESERVED : _RESERVED + rows] = plan.transform @ (2 * mean - 1)
+        state["pos_embed"][0, -plan.slots :, :_RESERVED] = plan.known
+        for name in ("cls_token", "reg_token"):
+            if name in state:
+                state[name][..., 0] = plan.constant
+        # The neurons, slot by slot, in all blocks but the last; each block's output goes to the constant channel.
+        # LayerNorm multiplies tokens by Γ and neurons divide by it: updates of small weights lose less to rounding.
+        neurons, gain, done = plan.neurons, _token_gain(model, images, client), 0
+        for i, block in enumerate(vit.blocks[:-1]):
+            own = neurons[done : done + block.mlp.fc1.out_features]
+            state[f"blocks.{i}.norm2.weight"] *= gain
+            state[f"blocks.{i}.mlp.fc1.weight"][: len(own)] = own / gain
+            state[f"blocks.{i}.mlp.fc2.weight"][0] = _FORWARD
+            done += len(own)
+        # The last attention is uniform: channel D − 1 of the class token becomes κ times the mean of v·u.
+        D, last = vit.embed_dim, f"blocks.{len(vit.blocks) - 1}.attn"
+        state[f"{last}.qkv.weight"][2 * D] = plan.readout
+        state[f"{last}.proj.weight"][D - 1, 0] = plan.constant / (100 * math.sqrt(D))
+        state["head.weight"][::2, D - 1] = 5.0
+        state["head.weight"][1::2, D - 1] = -5.0
+        return {name: weight.to(model.mean) for name, weight in state.items()}
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images of each release, in any order."""
+        return torch.cat([self._release(release, _Plan(seen.model)) for release in seen.each()])
+
+    def _release(self, seen: Observation, plan: _Plan) -> Float[Tensor, "b c h w"]:
+        names = [f"blocks.{i}.mlp.fc1.{kind}" for i in range(len(seen.model.vit.blocks) - 1) for kind in _KINDS]
+        sums, biases = _bins(adam_inverted(seen, names), plan)
+        slots: list[Tensor] = []
+        tokens: list[Tensor] = []
+        deltas: list[Tensor] = []
+        for n in range(plan.slots):
+            found, weights = _separate(sums[n], biases[n], plan, n)
+            slots.append(torch.full((len(found),), n))
+            tokens.append(found)
+            deltas.append(weights)
+        return _images(torch.cat(slots), torch.cat(tokens), torch.cat(deltas), plan, seen.images_per_release)
+
+
+def _bins(gradients: Mapping[str, Tensor], plan: _Plan) -> tuple[Float[Tensor, "n m d"], Float[Tensor, "n m"]]:
+    """Return of each bin of each slot Σ δ u and Σ δ over its tokens: differences of adjacent neurons."""
+    m = len(plan.edges[0])
+    blocks = range(len(plan.model.vit.blocks) - 1)
+
+    def joined(name: str) -> Tensor:
+        parts = [gradients[f"blocks.{i}.mlp.fc1.{name}"][0] for i in blocks]
+        return torch.cat(parts)[: plan.slots * m].double().unflatten(0, (plan.slots, m)).cpu()
+
+    above, above_bias = joined("weight") / float(plan.model.vit.blocks[0].norm2.weight[0]), joined("bias")
+    is_last = plan.edges[2].isinf()  # above the last edge of a coefficient there is nothing to take away
+    next_up = torch.where(is_last[:, None], 0.0, above.roll(-1, 1))
+    return above - next_up, above_bias - torch.where(is_last, 0.0, above_bias.roll(-1, 1))
+
+
+def _separate(
+    sums: Float[Tensor, "m d"], biases: Float[Tensor, " m"], plan: _Plan, slot: int
+) -> tuple[Float[Tensor, "t d"], Float[Tensor, " t"]]:
+    """Return the tokens u of one slot and their δ, from the bins that hold one token; found ones leave other bins."""
+    neurons = plan.neurons.unflatten(0, (plan.slots, -1))[slot]
+    found, deltas = sums[:0], biases[:0]
+    floor = _NOTHING * float(biases.abs().max())
+    while True:
+        filled = (biases.abs() > floor).nonzero().flatten()
+        u = sums[filled] / biases[filled, None]
+        a, _, misfit = _scale(u, plan.known[slot])
+        # LayerNorm divides by √(σ² + ε) = 1 / a, so that the mean of u² is σ² / (σ² + ε) = 1 − ε a².
+        norm = (u.square().mean(1) - 1 + plan.eps * a[:, 0].square()).abs()
+        alone = (norm < _NORM) & (misfit < _MISFIT)
+        filled, u = filled[alone], u[alone]
+        shares = _shares(u, neurons, plan)  # of each candidate in each bin
+        # A token next to an edge is in two bins; its δ is read where nearly all of it is in the bin.
+        inside = shares[torch.arange(len(u)), filled] > _INSIDE
+        filled, u, shares = filled[inside], u[inside], shares[inside]
+        new = _first_of_equals(u, found)
+        if not len(new):
+            return found, deltas
+        filled, u, shares = filled[new], u[new], shares[new]
+        delta = biases[filled] / shares[torch.arange(len(u)), filled]
+        found, deltas = torch.cat([found, u]), torch.cat([deltas, delta])
+        part = shares * delta[:, None]  # t × m
+        sums, biases = sums - part.T @ u, biases - part.sum(0)
+
+
+def _shares(u: Float[Tensor, "t d"], neurons: Float[Tensor, "m d"], plan: _Plan) -> Float[Tensor, "t m"]:
+    """Return the share of tokens in each bin: GELU'(h) of its neuron less that of the next."""
+    h = u @ neurons.T
+    # d/dh h Φ(h) = Φ(h) + h φ(h) with the standard normal distribution function Φ and density φ.
+    slope = torch.special.ndtr(h) + h * torch.exp(-h.square() / 2) / math.sqrt(2 * math.pi)
+    return slope - torch.where(plan.edges[2].isinf(), 0.0, slope.roll(-1, 1))
+
+
+def _scale(u: Float[Tensor, "t d"], known: Float[Tensor, "*t 5"]) -> tuple[Tensor, Tensor, Float[Tensor, " t"]]:
+    """Return a, b (both t × 1) of u = a z + b by least squares over the known channels of z, and the largest misfit."""
+    shown, known = u[:, :_RESERVED], known.expand(len(u), -1)
+    from_mean = known - known.mean(1, keepdim=True)
+    a = (from_mean * shown).sum(1, keepdim=True) / from_mean.square().sum(1, keepdim=True)
+    b = (shown - a * known).mean(1, keepdim=True)
+    return a, b, (shown - a * known - b).abs().amax(1)
+
+
+def _first_of_equals(u: Float[Tensor, "t d"], before: Float[Tensor, "s d"]) -> list[int]:
+    """Return the indices of the tokens that are neither among those before nor equal to an earlier one."""
+    both = torch.cat([before, u])
+    same = torch.cdist(both, both).square() / both.shape[1] < _EQUAL
+    earlier = same.tril(-1).any(1)[len(before) :]
+    return (~earlier).nonzero().flatten().tolist()
+
+
+def _images(
+    slots: Tensor, tokens: Float[Tensor, "t d"], deltas: Float[Tensor, " t"], plan: _Plan, count: int
+) -> Float[Tensor, "b c h w"]:
+    """Return images of tokens that were found, sorted by the loss gradient ρ that the tokens of an image share.
+
+    Args:
+        slots: the slot of each token.
+        tokens: LayerNorm's outputs u.
+        deltas: the gradient δ of each token.
+        plan: the layout of channels.
+        count: B, the number of images.
+    """
+    a, b, _ = _scale(tokens, plan.known[slots])
+    v, D = plan.readout, tokens.shape[1]
+    # LayerNorm's Jacobian is (1 − 11ᵀ/D − uuᵀ/D) / σ with 1 / σ = a, and the output of the MLPs goes to channel 0.
+    rho = deltas / (a[:, 0] * (v[0] - v.mean() - tokens[:, 0] * (tokens @ v) / D))
+    values = ((tokens - b) / a)[:, _RESERVED : _RESERVED + len(plan.transform)] @ plan.transform
+    patches = torch.full((count, plan.slots, values.shape[1]), math.nan, dtype=values.dtype)
+    values = _completed(values, plan.whole[len(plan.transform) :])
+    groups = _grouped(rho, slots, count)
+    for image, members in enumerate(groups):
+        patches[image, slots[members]] = values[members]
+    _fill(patches, groups, rho, slots, values)
+    for image in patches:
+        missing = image.isnan().any(1)
+        image[missing] = image[~missing].mean(0) if (~missing).any() else 0.0
+    pixels = unpatchify((patches + 1) / 2, plan.model.image_shape)
+    return pixels.clamp(0, 1).to(plan.model.mean)
+
+
+def _completed(values: Float[Tensor, "t k"], lost: Float[Tensor, "l k"]) -> Float[Tensor, "t k"]:
+    """Return patches with the coefficients that had no channel, where these make all pixels whole grey levels.
+
+    Pixels are rounded to levels and put back on what is known, by turns; if few coefficients are lost, from many random
+    starts. A patch for which no start ends in whole levels stays without these coefficients.
+    """
+    if not len(lost):
+        return values
+    known = (values + 1) * 127.5
+    made, left = known.clone(), torch.arange(len(known))
+    draw = torch.Generator().manual_seed(0)
+    for start in range(_STARTS if len(lost) <= _FEW else 1):
+        size = 0.0 if start == 0 else _START_SIZE
+        x = known[left] + size * torch.randn(len(left), len(lost), dtype=known.dtype, generator=draw) @ lost
+        for _ in range(_ROUNDS):
+            x = known[left] + ((x.round().clamp(0, 255) - known[left]) @ lost.T) @ lost
+        whole = (x - x.round()).square().mean(1).sqrt() < _WHOLE
+        made[left[whole]] = x[whole]
+        left = left[~whole]
+    return made / 127.5 - 1
+
+
+def _grouped(rho: Float[Tensor, " t"], slots: Tensor, count: int) -> list[Tensor]:
+    """Return the tokens of each image: those of nearly equal ρ, at most one in a slot."""
+    order = rho.argsort()
+    gaps = rho[order].diff().abs() / rho[order][1:].abs()
+    best: list[Tensor] = []
+    for tolerance in (1e-2, 1e-3, 1e-4, 1e-5):
+        starts = (gaps > tolerance).nonzero().flatten() + 1
+        parts = order.tensor_split(starts.tolist())
+        best = sorted(parts, key=len, reverse=True)[:count]
+        if all(len(slots[part].unique()) == len(part) for part in best):
+            break
+    return [part for part in best if len(part)]
+
+
+def _fill(
+    patches: Float[Tensor, "b n k"],
+    groups: list[Tensor],
+    rho: Float[Tensor, " t"],
+    slots: Tensor,
+    values: Float[Tensor, "t k"],
+) -> None:
+    """Put the tokens of no image into images that lack one there.
+
+    The ρ of two images with equal patches is the sum of theirs. A token next to an edge may have a ρ that is a little
+    off; it goes to the image of the nearest ρ.
+    """
+    means = torch.stack([rho[members].median() for members in groups])
+    used = torch.zeros(len(rho), dtype=torch.bool)
+    used[torch.cat(groups)] = True
+    loose: list[tuple[int, int]] = []
+    for token in (~used).nonzero().flatten().tolist():
+        slot = int(slots[token])
+        for pair in combinations(_missing(patches, slot, len(groups)), 2):
+            whole = means[list(pair)].sum()
+            if (whole - rho[token]).abs() < 1e-3 * means[list(pair)].abs().max():
+                patches[list(pair), slot] = values[token]
+                break
+        else:
+            loose.append((token, slot))
+    for token, slot in loose:
+        if missing := _missing(patches, slot, len(groups)):
+            nearest = int((means[missing] - rho[token]).abs().argmin())
+            patches[missing[nearest], slot] = values[token]
+
+
+def _missing(patches: Float[Tensor, "b n k"], slot: int, count: int) -> list[int]:
+    """Return the images among the first ones that have no patch in a slot."""
+    return patches[:count, slot].isnan().any(1).nonzero().flatten().tolist()
