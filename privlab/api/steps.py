@@ -127,7 +127,7 @@ def given_batch(
     """Return images as the victim takes them; tensors have its size already, and are known by the hash of its input.
 
     Args:
-        victim: the victim, which preprocesses what is no tensor; its model takes tensors alone.
+        victim: the victim, which preprocesses files and other images; its model takes tensors alone.
         images: tensors or arrays, b × c × h × w in [0, 1] or bytes, or what `data_of` opens.
         labels: as `data_of` takes them.
         what: what the images are, for the errors.

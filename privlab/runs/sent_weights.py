@@ -17,14 +17,23 @@ from privlab.victims import VictimModel, check_classifies
 PURE = 0.9
 """The least share of a row that one patch has where it can be read: the others move it by a ninth of its norm at most.
 
-Of the patches of honest models, at most 0.3 % had so much of a row of any layer (docs/studies/dishonest_server.md).
+Of the patches of honest models, at most 1 % had so much of a row of any layer (docs/studies/dishonest_server.md).
 """
 
 _ALONE = 0.99
 """The least leverage of a patch that some combination of the embedding's channels isolates as well as `PURE` says."""
 
-MOST_READABLE = 0.01
+MOST_READABLE = 0.02
 """The largest share of the patches that may be readable in any one layer of a model that somebody trained."""
+
+_FEWEST = 64
+"""The patches in which one is sought, at least: images of fewer patches are put together.
+
+Of only four patches, an honest row may well belong to one.
+"""
+
+_FEWEST_INPUTS = 16
+"""The inputs of a layer in which rows are compared, at least: of two inputs, as places have, many rows are parallel."""
 
 _FAINT = 1e-6
 """A row of less than this share of a layer's largest row is lost in the rounding of an update."""
@@ -36,8 +45,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "largest bias": (0.0, 50.0),
     "largest position embedding": (0.0, 30.0),
     "gradient of the embedding": (1e-7, 1e3),
-    "patches isolated in the embedding": (0.0, MOST_READABLE),
-    "change since the last round": (0.0, 2.0),
+    "isolated patches / channels": (0.0, 0.75),
+    "change since the last round": (0.0, 5.0),
 }
 """The values of each statistic that trained models may have: a wide range around those that were measured."""
 
@@ -61,8 +70,9 @@ class Statistic:
 class ReadablePatches:
     """How many patches can be read from single rows of a layer's gradient, or from differences of two rows.
 
-    `of_one_image` counts those that can be read if a client trains on their image alone, `of_batch` those that can be
-    read from the gradient of all images together; `patches` is the number of patches of all images.
+    `of_one_image` counts those that can be read if a client trains on their image alone, or on as few images as have 64
+    patches; `of_batch` those that can be read from the gradient of all images together. `patches` is the number of
+    patches of all images.
     """
 
     layer: str
@@ -158,7 +168,7 @@ def _statistics(model: VictimModel) -> dict[str, float]:
     named = {name: tensor for name, tensor in model.vit.named_parameters() if not name.startswith("head")}
     parallel, spread = [0.0], [1.0]
     for name, tensor in named.items():
-        if tensor.ndim > 1 and name.endswith("weight"):
+        if tensor.ndim > 1 and name.endswith("weight") and tensor[0].numel() >= _FEWEST_INPUTS:
             norms = tensor.flatten(1).norm(dim=1)  # of the weights of each neuron
             used = norms > 0
             directions = F.normalize(tensor.flatten(1)[used])
@@ -184,11 +194,15 @@ def _statistics(model: VictimModel) -> dict[str, float]:
 
 @torch.no_grad()
 def _change(named: Mapping[str, Tensor], last: Mapping[str, Tensor]) -> float:
-    """Return the largest ‖W − W₀‖ / ‖W₀‖ of the matrices since the last round; those that were 0 are left out."""
+    """Return the largest ‖W − W₀‖ / ‖W₀‖ of the matrices since the last round; those that were 0 are left out.
+
+    Class tokens are left out too: timm begins with 10⁻⁶.
+    """
     found = [0.0]
     for name, tensor in named.items():
         before = last.get(name)
-        if before is not None and tensor.ndim > 1 and bool(before.any()):
+        is_matrix = tensor.ndim > 1 and name.endswith(("weight", "pos_embed"))
+        if before is not None and is_matrix and bool(before.any()):
             before = before.to(tensor)
             found.append(float((tensor - before).norm() / before.norm()))
     return max(found)
@@ -228,14 +242,13 @@ def _gradient_test(
 def _readable(name: str, δ: Float[Tensor, "b t o"], inputs: Float[Tensor, "b t i"], count: int) -> ReadablePatches:
     """Return how many patches the gradient of a layer shows; the last `count` of the t tokens are those of patches."""
     parts = δ * inputs.norm(dim=2, keepdim=True)  # row o of ∂W is Σ_n δ_no x_nᵀ, whose terms have norms |δ_no| ‖x_n‖
-    is_patch = torch.arange(δ.shape[1], device=δ.device) >= δ.shape[1] - count
-    alone = _is_pure(parts) & is_patch
-    together = _is_pure(parts.flatten(0, 1)[None])[0].view(alone.shape) & is_patch
-    return ReadablePatches(name, len(δ) * count, int(alone.sum()), int(together.sum()))
+    few = parts.split(max(1, _FEWEST // count))
+    alone = sum(int(_is_pure(part)[:, -count:].sum()) for part in few)
+    return ReadablePatches(name, len(δ) * count, alone, int(_is_pure(parts)[:, -count:].sum()))
 
 
 def _is_pure(parts: Float[Tensor, "b t o"]) -> Bool[Tensor, "b t"]:
-    """Return which of t tokens have nearly all of one row of a gradient, or of the difference of two rows.
+    """Return which tokens of b images have nearly all of one row of a gradient, or of the difference of two rows.
 
     Neurons whose weights form bins differ in how many tokens they are active for (Fowl et al. 2022). Ordered by the sum
     over the tokens, neighbours differ in the tokens of one bin, whatever the order in which the server has them.
@@ -243,22 +256,24 @@ def _is_pure(parts: Float[Tensor, "b t o"]) -> Bool[Tensor, "b t"]:
     Args:
         parts: the norm of each token's term in each row, with the sign of δ.
     """
-    order = parts.abs().sum(1).argsort(1)[:, None].expand_as(parts)
-    return (_purity(parts) >= PURE) | (_purity(parts.gather(2, order).diff(dim=2)) >= PURE)
+    tokens = parts.flatten(0, 1)  # b t × o
+    ordered = tokens[:, tokens.abs().sum(0).argsort()]
+    pure = torch.maximum(_purity(tokens), _purity(ordered.diff(dim=1))) >= PURE
+    return pure.view(parts.shape[:2])
 
 
-def _purity(parts: Float[Tensor, "b t o"]) -> Float[Tensor, "b t"]:
-    """Return max_o |p_to| / Σ_s |p_so|: the largest share that each token has of any row, of those that are not faint.
+def _purity(parts: Float[Tensor, "n o"]) -> Float[Tensor, " n"]:
+    """Return max_o |p_no| / Σ_s |p_so|: the largest share that each token has of any row, of those that are not faint.
 
     A row in which a token has the share p is δ x of this token, and something of (1 − p) / p of its norm at most.
     """
-    total = parts.abs().sum(1, keepdim=True)
-    strong = total > _FAINT * total.amax(2, keepdim=True)
-    return (parts.abs() / total.clamp(min=torch.finfo(parts.dtype).tiny) * strong).amax(2)
+    total = parts.abs().sum(0)
+    strong = total > _FAINT * total.amax()
+    return (parts.abs() / total.clamp(min=torch.finfo(parts.dtype).tiny) * strong).amax(1)
 
 
 def _of_embedding(δ: Float[Tensor, "b n d"], patches: Float[Tensor, "b n k"]) -> dict[str, float]:
-    """Return the size of the embedding's gradient, and the share of the patches that a combination of rows isolates.
+    """Return the size of the embedding's gradient, and how many patches combinations of its rows isolate, by D.
 
     A server may rotate the channels of the embedding, so that no row is pure. Some combination v of rows then isolates
     patch n: Δv = e_n, with Δ (patches × D) the δ of all patches. It exists if the leverage Δ_n (ΔᵀΔ)⁻¹ Δ_nᵀ is 1. The
@@ -271,5 +286,5 @@ def _of_embedding(δ: Float[Tensor, "b n d"], patches: Float[Tensor, "b n k"]) -
         gram = Δ.mT @ Δ
         ridge = _FAINT**2 * gram.diagonal().sum() * torch.eye(D, dtype=gram.dtype, device=gram.device)
         leverage = (torch.linalg.solve(gram + ridge, Δ.mT).mT * Δ).sum(1)
-        found["patches isolated in the embedding"] = float((leverage >= _ALONE).double().mean())
+        found["isolated patches / channels"] = int((leverage >= _ALONE).sum()) / D
     return found
