@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from privlab.api.audits import audit_features, audit_gradients, audit_update
+    from privlab.api.audits import audit_features, audit_gradients, audit_update, audit_weights
     from privlab.api.steps import observe, score
     from privlab.api.whole_run import attack, grid
     from privlab.base import PrivlabError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from privlab.victims import Victim, victim
 
 __all__ = ["Client", "Features", "Gradient", "PrivlabError", "Run", "Update", "Victim", "__version__", "attack"]
-__all__ += ["audit_features", "audit_gradients", "audit_update"]
+__all__ += ["audit_features", "audit_gradients", "audit_update", "audit_weights"]
 __all__ += ["capture", "capture_update", "grid", "load", "observe", "open_images", "score", "victim"]
 
 __version__ = version("privlab")
@@ -36,7 +36,7 @@ if not Path(__file__).with_name("attacks").is_dir():
 _HOME: dict[str, str] = dict.fromkeys(("observe", "score"), "privlab.api.steps")
 _HOME |= dict.fromkeys(("Features", "Gradient", "Update"), "privlab.threat.releases")
 _HOME |= dict.fromkeys(("Run", "load"), "privlab.report.run")
-_HOME |= dict.fromkeys(("audit_features", "audit_gradients", "audit_update"), "privlab.api.audits")
+_HOME |= dict.fromkeys(("audit_features", "audit_gradients", "audit_update", "audit_weights"), "privlab.api.audits")
 _HOME |= {
     "attack": "privlab.api.whole_run",
     "grid": "privlab.api.whole_run",

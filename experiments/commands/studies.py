@@ -361,6 +361,26 @@ def adam_pairs(as_json: bool, **options: Any) -> None:  # noqa: ANN401
     print_rows(to_rows(facts), as_json=False)
 
 
+@study.command("sent-weights")
+@click.option("--weights", type=click.Path(path_type=Path), help="File of a trained ViT-Ti, which is audited too.")
+@click.option("--images", default="samples", show_default=True, help="samples, a folder, a data set.")
+@click.option("--limit", type=click.IntRange(min=2), default=14, show_default=True, help="Number of images.")
+@click.option("--figures", type=click.Choice(["svg", "png", "pdf"]), default="svg", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@common
+def sent_weights(figures: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Measure how well the audit of a server's weights knows chosen weights from honest ones."""
+    from privlab.experiments.figures.sent_weights import draw_sent_weights
+    from privlab.experiments.methods.sent_weights import SentWeightsStudy, summary
+
+    with warned():
+        rows = SentWeightsStudy(**options)(out)
+    path = draw_sent_weights(out, figures)
+    print_rows(summary(rows), as_json=as_json)
+    if not as_json:
+        err.print(f"figure: {path}", markup=False)
+
+
 @study.command("federation")
 @click.option("--model", type=VICTIM, required=True, help="The model that the clients train.")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")

@@ -1,4 +1,4 @@
-"""Audits: what a real client released, as files, state dicts or models."""
+"""Audits: what a real client released, or a server sent, as files, state dicts or models."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,16 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from privlab import runs
-from privlab.api.steps import Part
+from privlab.api.steps import Part, given_batch
 from privlab.api.whole_run import kept_run, run_directory
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, pick_device, warn
 from privlab.grids import specify
 from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
+from privlab.runs.sent_weights import WeightsAudit, audit_sent_weights
 from privlab.threat import Client
-from privlab.victims import Victim
+from privlab.victims import Victim, read_state, save, victim
 from privlab.victims.layouts import choose, from_any_layout
 
 Weights: TypeAlias = str | Path | nn.Module | Mapping[str, Any]
@@ -115,6 +116,65 @@ def audit_features(
     """
     cut = {"release": "features", "cut_layer": recorded_cut_layer(Path(folder)), "images": folder}
     return _audit(partial(runs.audit_features, Path(folder), limit=limit), model, "c", attacks, out, options | cut)
+
+
+def audit_weights(
+    weights: Weights,
+    *,
+    model: str | nn.Module | Victim,
+    last: Weights | None = None,
+    images: Any = "samples",  # noqa: ANN401
+    limit: int | None = None,
+    device: str = "auto",
+    **options: Any,  # noqa: ANN401
+) -> WeightsAudit:
+    """Audit the weights that a server sent, before a client trains on them: did somebody train this model?
+
+    Args:
+        weights: what the server sent, as in `audit_update`.
+        model: the federation's model, as in `audit_update`.
+        last: the weights of the last round, with which they are compared; None if they are not known.
+        images: images of the client, as in `attack`; their gradient is computed and tested, and does not leave.
+        limit: the most images that are used; None for all.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        options: img_size, classes, normalisation, as `privlab.victim` takes them.
+
+    Raises:
+        PrivlabError: for weights that cannot be read, do not fit the model or are not finite.
+
+    Warns:
+        PrivlabWarning: for weights in half precision, which are audited in the model's own.
+
+    Example:
+        >>> import privlab
+        >>> vit = privlab.victim("cifar_vit").model.vit
+        >>> privlab.audit_weights(vit, model="cifar_vit", limit=2).suspicious
+        False
+    """
+    place = pick_device(device)
+    own = _with_weights(weights, model, options).to(place)
+    before = None if last is None else dict(_with_weights(last, model, options).model.vit.named_parameters())
+    batch = given_batch(own, images)
+    if batch.failed:
+        raise PrivlabError(f"{batch.failed[0].name} cannot be used. {batch.failed[0].problem}")
+    return audit_sent_weights(own.model, batch.images[:limit], before)
+
+
+def _with_weights(weights: Weights, model: str | nn.Module | Victim, options: Mapping[str, Any]) -> Victim:
+    """Return a victim with weights that are given, in its own number format."""
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(weights, str | Path):
+            path, state = Path(weights), read_state(Path(weights))
+        else:
+            state = weights.state_dict() if isinstance(weights, nn.Module) else choose(weights, "weights")[0]
+            path = Path(folder, "weights.safetensors")
+            save(state, path)
+        if half := {str(tensor.dtype) for tensor in state.values()} & {"torch.float16", "torch.bfloat16"}:
+            warn(f"{path.name} has weights of {min(half)}; they are audited in the model's own number format.")
+        if isinstance(model, str):
+            return victim(model, weights=path, **options)
+        made = model if isinstance(model, Victim) else victim(model, **options)
+        return made.with_weights(path)
 
 
 def _weights(given: nn.Module | Mapping[str, Any], name: str) -> nn.Module | Mapping[str, Tensor]:

@@ -84,7 +84,7 @@ def observe(
     release = Gradient() if release is None else release
     several = isinstance(release, Update) and release.client.takes_several_classes
     predicted = isinstance(labels, str) and labels == "predicted"
-    given = _batch(victim, images, labels, numbers=takes_numbers(release, labels))
+    given = given_batch(victim, images, labels, numbers=takes_numbers(release, labels))
     batch = labelled(given, model, predicted=predicted, multi_label=several)
     if batch.failed:
         raise PrivlabError(f"{batch.failed[0].name} cannot be used. {batch.failed[0].problem}")
@@ -96,7 +96,7 @@ def observe(
     parts = named if isinstance(named, Sequence) else [named]
     stack = Stack(tuple(completed(part, "defense") for part in parts))
     clients = Clients(release, stack, seed, draw, hash_of(model.state_dict()), server)
-    own = None if public is None else _batch(victim, public, what="public images").images.to(model.mean)
+    own = None if public is None else given_batch(victim, public, what="public images").images.to(model.mean)
     b = len(batch.named)
     if isinstance(release, Gradient) and b % release.batch:
         raise PrivlabError(f"Gradient(batch={release.batch}) needs a multiple of {release.batch} images. Found {b}.")
@@ -116,7 +116,7 @@ def takes_numbers(release: Release | str | None, labels: Any) -> bool:  # noqa: 
     return client.is_numeric or (not isinstance(client.loss, str) and np.asarray(labels).dtype.kind == "f")
 
 
-def _batch(
+def given_batch(
     victim: Victim | VictimModel,
     images: Any,  # noqa: ANN401
     labels: Any = None,  # noqa: ANN401
@@ -124,7 +124,18 @@ def _batch(
     *,
     numbers: bool = False,
 ) -> Batch:
-    """Return images as the victim takes them; tensors have its size already, and are known by the hash of its input."""
+    """Return images as the victim takes them; tensors have its size already, and are known by the hash of its input.
+
+    Args:
+        victim: the victim, which preprocesses files and other images; its model takes tensors alone.
+        images: tensors or arrays, b × c × h × w in [0, 1] or bytes, or what `data_of` opens.
+        labels: as `data_of` takes them.
+        what: what the images are, for the errors.
+        numbers: whether labels are numeric targets.
+
+    Raises:
+        PrivlabError: if they do not fit the model, or are to be read and the victim is only a model.
+    """
     first = images[0] if isinstance(images, list | tuple) and images else images
     if not isinstance(first, Tensor | np.ndarray):
         if not isinstance(victim, Victim):

@@ -1,4 +1,4 @@
-"""`privlab audit`: it attacks what a real client released, or a server recorded, whose private images are unknown."""
+"""`privlab audit`: it attacks what a real client released, or a server recorded, and looks at what a server sent."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from privlab.runs.audited import Files
 
 LEAKED = 3
-"""The exit status of `--fail-on-leak` where an image is certified."""
+"""The exit status of `--fail-on-leak` where an image is certified, or weights are suspicious."""
 
 
 _SCORES_IN_A_ROW = 5
@@ -45,7 +45,7 @@ _ONE_RELEASE = shared.all_of(
 
 @click.group(cls=shared.Commands)
 def audit() -> None:
-    """Attack the update, gradient or features of a real client."""
+    """Attack the update, gradient or features of a real client, or look at the weights that it is sent."""
 
 
 @audit.command(cls=cloup.Command)
@@ -125,6 +125,51 @@ def features(
     ):
         run = audit_features(directory, spec, out=path, limit=limit, progress=progress, **how)
     return _report(run, as_json)
+
+
+@audit.command(cls=cloup.Command)
+@cloup.argument("before", type=names.PATH, help="The weights that the server sent.")
+@cloup.option_group("Victim", option.one_model(), *option.VICTIM)
+@cloup.option_group(
+    "Data",
+    option.images(help="Images of the client, whose gradient is tested: samples, a folder, or files."),
+    option.limit(help="Use the first N images.", default=14),
+    cloup.option("--reference-weights", type=names.PATH, help="The weights of the last round.", metavar="FILE"),
+)
+@cloup.option_group(
+    "Output", option.fail_on_leak(help="Exit with status 3 if the weights are suspicious."), option.json_()
+)
+@cloup.option_group("Execution", option.device())
+@option.debug()
+def weights(
+    before: Path,
+    reference_weights: Path | None,
+    as_json: bool,
+    fail_on_leak: bool,
+    **options: Any,  # noqa: ANN401
+) -> int:
+    """Test the weights BEFORE a round, which a server may have chosen so that it can read images.
+
+    The gradient that they give of --images is computed, and patches that it shows one by one are counted.
+    """
+    for file in filter(None, (before, reference_weights)):
+        if not file_and_entry(file)[0].exists():
+            raise PrivlabError(f"No file at '{file}'. Give the weights that the server sent.")
+    from privlab.api.audits import audit_weights
+
+    with shared.warned():
+        found = audit_weights(before, last=reference_weights, **options)
+    rows = found.table().to_dict("records")
+    if as_json:
+        shared.print_json({"suspicious": found.suspicious, "verdict": found.verdict, "statistics": rows})
+    else:
+        shared.print_text(found.verdict)
+        cells = [
+            (row["what"], f"{row['value']:.3g}", f"{row['low']:g} to {row['high']:g}", "yes" if row["usual"] else "NO")
+            for row in rows
+        ]
+        shared.print_columns(("statistic", "value", "trained models", "usual"), cells)
+    return LEAKED if fail_on_leak and found.suspicious else 0
 
 
 def _audit_release(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.flower.messages import LOG, is_training, record, refusal, round_of, weights_of
-from privlab.runs.own_update import LEAKS, OwnUpdateAudit, write_line
+from privlab.runs.own_update import LEAKS, OwnUpdateAudit, sample_images, write_line
 from privlab.threat import Client
 from privlab.victims import victim
 
@@ -52,6 +52,9 @@ class AuditMod:
     that cannot be audited is withheld too. Mods that stand behind it in the list, such as `LocalDpMod`, change the
     reply first, so that what is audited is what leaves.
 
+    Before the client trains, the weights that the server sent are tested (`privlab.audit_weights`). If they are
+    suspicious or cannot be tested, it does not train, and the server gets the error at once.
+
     Each round adds a line to `folder/node-N.jsonl`, which stays with the client: round, PSNR to the nearest image or
     the explained share, limits, whether it was withheld and why, and the seconds of the audit and of the training.
 
@@ -64,6 +67,8 @@ class AuditMod:
             before they are normalised; None judges by the certificate instead, for clients of one image.
         max_psnr: the largest PSNR in dB that is sent, with images; > 0. One colour has about 12 dB.
         max_explained: the largest explained share that is sent, without images; in (0, 1].
+        check_weights: whether the server's weights are tested before training, on what `images` returns then, or on
+            bundled photographs without it.
 
     Raises:
         PrivlabError: if a threshold is out of its range, or updates of such a client or model cannot be audited.
@@ -78,22 +83,38 @@ class AuditMod:
         images: Callable[[Context], Float[Tensor, "b c h w"]] | None = None,
         max_psnr: float = OwnUpdateAudit.max_psnr,
         max_explained: float = OwnUpdateAudit.max_explained,
+        check_weights: bool = True,
     ) -> None:
-        self.audit = OwnUpdateAudit(victim(model).model, client, max_psnr, max_explained)
+        made = victim(model)
+        self.audit = OwnUpdateAudit(made.model, client, max_psnr, max_explained)
         self.folder, self.images = Path(folder), images
+        self.samples, self.check_weights = sample_images(made), check_weights
         if images is None:
             self.audit.check_certificate()
+
+    def _why_not_train(self, msg: Message, ctxt: Context) -> str | None:
+        """Return why the client must not train on the weights in a message; None where nothing unusual was found."""
+        try:
+            images = self.samples if self.images is None else self.images(ctxt)
+            return self.audit.why_not_train(weights_of(msg, "server"), images)
+        except PrivlabError as error:
+            return f"the server's weights cannot be audited: {error}"
 
     def __call__(self, msg: Message, ctxt: Context, call_next: ClientAppCallable) -> Message:
         """Hand the message on, audit the update, and return the reply, or an error in its place."""
         if not is_training(msg):
             return call_next(msg, ctxt)
+        line: dict[str, object] = {"round": round_of(msg), "node": ctxt.node_id}
+        why = self._why_not_train(msg, ctxt) if self.check_weights else None
+        if why is not None:
+            LOG.warning("privlab: round %s, node %s: not trained, %s", line["round"], ctxt.node_id, why)
+            write_line(self.folder / f"node-{ctxt.node_id}.jsonl", line | {"withheld": why})
+            return refusal(msg, f"privlab did not train: {why}")
         started = time.perf_counter()
         reply = call_next(msg, ctxt)
         trained = time.perf_counter()
         if reply.has_error():
             return reply
-        line: dict[str, object] = {"round": round_of(msg), "node": ctxt.node_id}
         try:
             images = None if self.images is None else self.images(ctxt)
             names = self.audit.names(whole=images is None)

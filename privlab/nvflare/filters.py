@@ -19,7 +19,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.release.capture import capture_next, numbered
-from privlab.runs.own_update import LEAKS, OwnUpdateAudit, write_line
+from privlab.runs.own_update import LEAKS, OwnUpdateAudit, sample_images, write_line
 from privlab.threat import Client
 from privlab.victims import victim
 
@@ -43,6 +43,7 @@ class _UpdateFilter(DXOFilter):
         own = {name: torch.as_tensor(np.array(value)) for name, value in dxo.data.items()}
         if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN:
             fl_ctx.set_prop(_BEFORE, own, private=True, sticky=True)
+            self._look_at_sent(own, str(fl_ctx.get_identity_name()))
             return None
         before = fl_ctx.get_prop(_BEFORE) or {}
         if dxo.data_kind == DataKind.WEIGHT_DIFF:
@@ -50,6 +51,9 @@ class _UpdateFilter(DXOFilter):
         round_, site = shareable.get_header(AppConstants.CURRENT_ROUND), str(fl_ctx.get_identity_name())
         self._look_at(before, own, f"round-{round_}", site)
         return None
+
+    def _look_at_sent(self, sent: Mapping[str, Tensor], site: str) -> None:
+        """Do what is to be done before training, with the weights that came."""
 
     @abstractmethod
     def _look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
@@ -92,8 +96,9 @@ class AuditFilter(_UpdateFilter):
 
     It is added to the input and to the output of clients, as `RecordFilter` is. It blocks by NVFlare's
     ContentBlockedException, so that the server gets a return code and no weights; its FedAvg goes on without them if
-    it has `ignore_result_error=True`. An update that cannot be audited is blocked too. Each round adds a line to
-    `/data/audit/SITE.jsonl`.
+    it has `ignore_result_error=True`. An update that cannot be audited is blocked too. Weights that the server sent
+    are blocked before the client trains on them, if they are suspicious (`privlab.audit_weights`). Each round adds a
+    line to `/data/audit/SITE.jsonl`.
 
     Args:
         model: the client's model, a timm ViT, which is copied. Its `pretrained_cfg` says how images are normalised; by
@@ -103,6 +108,8 @@ class AuditFilter(_UpdateFilter):
         images: returns the client's images, b × c × h × w in [0, 1], as the model is fed them before normalisation;
             None judges by the certificate, for clients of one image.
         max_psnr: the largest PSNR in dB that is sent, with images; > 0.
+        check_weights: whether the server's weights are tested before training, on what `images` returns then, or on
+            bundled photographs without it.
 
     Raises:
         PrivlabError: if the threshold is out of its range, or updates of such a client or model cannot be audited.
@@ -115,12 +122,26 @@ class AuditFilter(_UpdateFilter):
         folder: str,
         images: Callable[[], Float[Tensor, "b c h w"]] | None = None,
         max_psnr: float = OwnUpdateAudit.max_psnr,
+        check_weights: bool = True,
     ) -> None:
         super().__init__()
-        self.audit = OwnUpdateAudit(victim(model).model, client, max_psnr)
+        made = victim(model)
+        self.audit = OwnUpdateAudit(made.model, client, max_psnr)
+        self.samples, self.check_weights = sample_images(made), check_weights
         self.folder, self.images = folder, images
         if images is None:
             self.audit.check_certificate()
+
+    def _look_at_sent(self, sent: Mapping[str, Tensor], site: str) -> None:
+        if not self.check_weights:
+            return
+        try:
+            why = self.audit.why_not_train(sent, self.samples if self.images is None else self.images())
+        except PrivlabError as error:
+            why = f"the server's weights cannot be audited: {error}"
+        if why is not None:
+            write_line(Path(self.folder) / f"{site}.jsonl", {"site": site, "withheld": why})
+            raise ContentBlockedException(f"privlab does not train: {why}")
 
     def _look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
         line: dict[str, object] = {"round": round_, "site": site}

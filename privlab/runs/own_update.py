@@ -1,4 +1,4 @@
-"""The audit of a client's own update before it is sent: the closed form that takes milliseconds, and its score."""
+"""The audit of a client's own round: of the weights that it gets, and of its update before it is sent."""
 
 import copy
 import json
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from privlab.attacks import PatchGradient
 from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision, plain_data, unwritable
+from privlab.evaluation import batch_of
+from privlab.images import open_images
 from privlab.metrics import correlation, psnr, psnr_affine
 from privlab.release import (
     EXPLAINED_RESIDUAL,
@@ -23,9 +25,10 @@ from privlab.release.explained import explained_share
 from privlab.release.labels import label_of_update
 from privlab.release.update_files import update_between
 from privlab.runs.client_fit import decay_shown
+from privlab.runs.sent_weights import audit_sent_weights
 from privlab.runs.update_diagnosis import fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
-from privlab.victims import VictimModel
+from privlab.victims import Victim, VictimModel
 
 _PE, _PROJECTION = PatchGradient.parameters
 
@@ -34,6 +37,9 @@ LEAKS = "an image of the client can be reconstructed from it"
 
 UNEXPLAINED = "no single image explains it with these settings, which other settings and several images may do"
 """Why a small explained share means nothing."""
+
+TESTED_IMAGES = 8
+"""How many images the test of a server's weights uses at most, so that it costs a few steps of training."""
 
 _STRUCTURE = 0.5
 """The least share of an image's variance that a reconstruction of other contrasts must have, as ρ².
@@ -132,6 +138,24 @@ class OwnUpdateAudit:
                 f", client.drop_path={client.drop_path:g}: give the client's images."
             )
 
+    def why_not_train(self, sent: Mapping[str, Tensor], images: Float[Tensor, "b c h w"]) -> str | None:
+        """Return why a client must not train on weights that the server sent; None where nothing unusual was found.
+
+        Args:
+            sent: the weights by timm's names; those that are not sent are the model's own.
+            images: images of the client or public ones, in [0, 1] before normalisation; the first ones are tested.
+
+        Raises:
+            PrivlabError: if the weights or the images do not fit the model, or some are not finite.
+        """
+        self._check_images(images)
+        taken = {name: sent[name] for name in self.names(whole=True) if name in sent}
+        if not taken:
+            raise PrivlabError(f"An audit needs the weights by timm's names. Found {first([*sent], 3) or 'none'}.")
+        self._take(taken)
+        audit = audit_sent_weights(self.model, images[:TESTED_IMAGES])
+        return f"the server's weights are {audit.verdict}" if audit.suspicious else None
+
     def __call__(
         self,
         before: Mapping[str, Tensor],
@@ -151,16 +175,20 @@ class OwnUpdateAudit:
         client = self.client if images is None else replace(self.client, images=len(images))
         if images is None:
             self.check_certificate()
-        elif images.shape[1:] != self.model.image_shape:
-            raise PrivlabError(
-                f"The images of the audit must be of shape {self.model.image_shape}, the size that the model is fed. "
-                f"Found {tuple(images.shape[1:])}."
-            )
+        else:
+            self._check_images(images)
         with full_precision(), collect_warnings([]):  # what weakens the attack is in `limits`
             seen = self._observe(before, after, client, self.names(whole=images is None))
             found = [fed_pixels(seen, lost) for lost in _decays(seen, client)]
             limits = _limits(seen, client)
             return self._certified(seen, found, limits) if images is None else self._scored(seen, found, images, limits)
+
+    def _check_images(self, images: Float[Tensor, "b c h w"]) -> None:
+        if images.shape[1:] != self.model.image_shape:
+            raise PrivlabError(
+                f"The images of the audit must be of shape {self.model.image_shape}, the size that the model is fed. "
+                f"Found {tuple(images.shape[1:])}."
+            )
 
     def _certified(self, seen: Observation, found: Sequence[Float[Tensor, "1 c h w"]], limits: str | None) -> Verdict:
         """Return the verdict by the share of the update that the best reconstruction explains."""
@@ -203,24 +231,38 @@ class OwnUpdateAudit:
         self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], client: Client, names: Sequence[str]
     ) -> Observation:
         """Return what the adversary sees of the update of these parameters, with the weights before in the model."""
-        own, trained = dict(self.model.vit.named_parameters()), trained_parameters(self.model, client)
+        trained = trained_parameters(self.model, client)
         if lacking := [name for name in names if name not in before or name not in after]:
             raise PrivlabError(
                 f"An audit needs the weights by timm's names. Found no {first(lacking, 3)}: send the state_dict of the "
                 "VisionTransformer itself."
             )
-        if other := [f"{n} {tuple(before[n].shape)}" for n in names if before[n].shape != own[n].shape]:
-            raise PrivlabError(
-                f"The weights must be those of the model that the audit was given. Found {first(other)}."
-            )
         old, new = ({name: state[name] for name in names} for state in (before, after))
+        self._check_shapes(old)
         released = update_between(old, new, client.images, ("the server's weights", "the client's weights"), names)
-        with torch.no_grad():
-            for name, value in old.items():
-                own[name].copy_(value)
+        self._take(old)
         gradients = {n: u.to(self.model.mean)[None] for n, u in released.gradients.items() if n in trained}
         grants = update_capabilities(self.model, client)
         return Observation(self.model, gradients, grants, images_per_release=client.images, client=client)
+
+    def _check_shapes(self, weights: Mapping[str, Tensor]) -> None:
+        own = self.model.vit.get_parameter
+        if other := [f"{n} {tuple(w.shape)}" for n, w in weights.items() if w.shape != own(n).shape]:
+            raise PrivlabError(
+                f"The weights must be those of the model that the audit was given. Found {first(other)}."
+            )
+
+    @torch.no_grad()
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights into the model."""
+        self._check_shapes(weights)
+        for name, value in weights.items():
+            self.model.vit.get_parameter(name).copy_(value)
+
+
+def sample_images(made: Victim) -> Float[Tensor, "b c h w"]:
+    """Return bundled photographs as a victim is fed them, on which weights are tested where no others are given."""
+    return batch_of(open_images("samples", limit=TESTED_IMAGES), made.preprocessing).images
 
 
 def write_line(path: Path, line: Mapping[str, object]) -> None:

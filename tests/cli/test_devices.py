@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "audit update": ("{image}", "{image}", *VICTIM[:2], "--client", "sgd"),
     "audit gradients": ("{image}", *VICTIM),
     "audit features": ("{recording}", *VICTIM),
+    "audit weights": ("{image}", *VICTIM[:2]),
     "table": ("mjp_table5_cifar",),
     "evaluate": (*VICTIM, "--data", "{images}", "--split", "test"),
     "train": ("classify", "--model", "cifar_vit", "--data", "{images}", "--out", "{out}"),

@@ -215,13 +215,14 @@ def test_privlab_alone_shows_what_to_start_with(cli: Callable[..., Any]) -> None
         ("audit update", "Victim, Release and client, Defense, Adversary, Scores, Output, Execution"),
         ("audit gradients", "Victim, Defense, Adversary, Scores, Output, Execution"),
         ("audit features", "Victim, Data, Defense, Adversary, Output, Execution"),
+        ("audit weights", "Victim, Data, Output, Execution"),
     ],
 )
 def test_options_are_shown_in_titled_groups(cli: Callable[..., Any], words: str, titles: str) -> None:
     shown = cli(*words.split(), "--help").out.partition("\nExamples:")[0]
     found = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
     assert [title for title in found if title != "Positional arguments"] == [*titles.split(", "), "Other options"]
-    assert ("--reference" in shown) == (words in ("audit update", "audit gradients"))
+    assert ("--reference IMAGE" in shown) == (words in ("audit update", "audit gradients"))
     assert max(map(len, shown.splitlines())) <= 80
 
 

@@ -106,6 +106,7 @@ NOT_THERE += [
     ("audit update nope nope --client sgd", "Missing option '--model'."),
     ("audit gradients --model vit_ti", "Missing argument 'FILE'."),
     ("audit features --model vit_ti", "Missing argument 'DIR'."),
+    ("audit weights nope --model vit_ti", "No file at 'nope'. Give the weights that the server sent."),
     ("audit nope", "No such command 'nope'."),
     (f"{UPDATE} --set client.lr=-1", "client.lr must be a finite number > 0. Found -1."),
     (f"{UPDATE} --limit 3", "No such option '--limit'."),

@@ -39,7 +39,7 @@ SLOW |= {"README.md", "docs/how-to/victims.md", "docs/how-to/which_file.md", "do
 """Pages whose blocks take longer than some seconds."""
 
 
-NEEDS = {"docs/how-to/flower.md": "flwr", "docs/tutorials/update.md": "flwr"}
+NEEDS = {f"docs/how-to/{name}.md": "flwr" for name in ("flower", "weights")} | {"docs/tutorials/update.md": "flwr"}
 """Pages whose blocks need an extra."""
 
 

@@ -57,6 +57,15 @@ def test_the_server_of_the_flower_job_leaves_out_both_updates(tmp_path: Path) ->
     assert [load(audit).leaks for audit in tmp_path.glob("updates/round-1/node-*/audit")] == [True, True]
 
 
+@pytest.mark.slow
+def test_the_clients_of_a_server_that_cheats_do_not_train(tmp_path: Path) -> None:
+    if not all(map(importlib.util.find_spec, ("flwr", "ray"))):
+        pytest.skip("needs flwr and ray")
+    status, said = run("cheating_server.py", tmp_path)
+    assert (status, said.count("patches can be read from blocks.0.mlp.fc1") > 0) == (3, True), said
+    assert "Received 0 results and 2 failures" in said
+
+
 @contextmanager
 def process(name: str, *options: str, log: Path, env: dict[str, str]) -> Iterator[None]:
     """Run a command of Flower, and end it with all processes that it started."""

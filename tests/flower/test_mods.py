@@ -208,6 +208,54 @@ def test_an_update_that_leaks_is_withheld_and_the_line_stays_with_the_client(
     assert "privlab audit: round 3, node 7, psnr " in said()
 
 
+def manipulated(vit: VisionTransformer) -> Any:
+    """Return the message of a server that lets all neurons of an MLP have the same weights, as bins do."""
+    state = dict(vit.state_dict())
+    fc1 = "blocks.0.mlp.fc1.weight"
+    return asked(flwr.ArrayRecord(state | {fc1: state[fc1][:1].expand_as(state[fc1]).contiguous()}))
+
+
+def never(message: Any, context: Any) -> Any:
+    raise AssertionError("it trained")
+
+
+@pytest.mark.parametrize("with_images", [True, False])
+def test_a_client_does_not_train_on_weights_that_somebody_chose(
+    vit: VisionTransformer,
+    trains: Callable[..., Any],
+    tmp_path: Path,
+    photographs: Callable[[int, int], Tensor],
+    said: Callable[[], str],
+    with_images: bool,
+) -> None:
+    images = (lambda _: photographs(2, 64)) if with_images else None
+    reply = AuditMod(vit, SGD, tmp_path, images=images)(manipulated(vit), CONTEXT, never)
+    assert reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION
+    reason = "the server's weights are suspicious: do not train on these weights; parallel rows is 1"
+    assert reply.error.reason == f"privlab did not train: {reason}"
+    assert lines_of(tmp_path) == [{"round": 3, "node": 7, "withheld": reason}]
+    assert f"privlab: round 3, node 7: not trained, {reason}" in said()
+    AuditMod(vit, SGD, tmp_path, images=images, check_weights=False)(manipulated(vit), CONTEXT, trains)
+    assert "seconds_round" in lines_of(tmp_path)[1]  # it trained
+
+
+def test_a_client_does_not_train_on_weights_that_cannot_be_audited(
+    vit: VisionTransformer, tmp_path: Path, photographs: Callable[[int, int], Tensor]
+) -> None:
+    wrapped = {f"net.{name}": tensor for name, tensor in vit.state_dict().items()}
+    broken = dict(vit.state_dict()) | {"head.bias": torch.full((10,), float("nan"))}
+    mods = [AuditMod(vit, SGD, tmp_path, images=lambda _, side=side: photographs(1, side)) for side in (64, 32)]
+    for mod, state, line in (
+        (mods[0], wrapped, "needs the weights by timm's names. Found net."),
+        (mods[0], {"head.bias": torch.ones(3)}, "Found head.bias (3,)"),
+        (mods[0], broken, "must be finite. Found NaN or infinity in head.bias"),
+        (mods[1], vit.state_dict(), "must be of shape (3, 64, 64)"),
+    ):
+        reason = str(mod(asked(flwr.ArrayRecord(dict(state))), CONTEXT, never).error.reason)
+        assert reason.startswith("privlab did not train: the server's weights cannot be audited: ")
+        assert line in reason
+
+
 def test_an_update_below_the_threshold_leaves_as_it_is(
     vit: VisionTransformer,
     sent: Any,

@@ -105,6 +105,21 @@ def test_an_update_that_leaks_is_blocked(
     assert {"round": "round-4", "site": "site-1", "image": 0}.items() <= lines[0].items()
 
 
+def test_a_client_does_not_train_on_weights_that_somebody_chose(
+    vit: VisionTransformer, context: FLContext, tmp_path: Path
+) -> None:
+    state, fc1 = dict(vit.state_dict()), "blocks.0.mlp.fc1.weight"
+    bins = state | {fc1: state[fc1][:1].expand_as(state[fc1]).contiguous()}
+    own = AuditFilter(vit, Client(lr=0.01), str(tmp_path))
+    with pytest.raises(ContentBlockedException, match=r"does not train: the server's weights are suspicious"):
+        passes(own, context, IN, FULL, bins)
+    with pytest.raises(ContentBlockedException, match=r"cannot be audited: .* Found NaN or infinity in head.bias"):
+        passes(own, context, IN, FULL, state | {"head.bias": torch.full((10,), float("nan"))})
+    assert len((tmp_path / "site-1.jsonl").read_text("utf-8").splitlines()) == 2
+    passes(own, context, IN, FULL, state)
+    passes(AuditFilter(vit, Client(lr=0.01), str(tmp_path), check_weights=False), context, IN, FULL, bins)
+
+
 def test_an_audit_without_images_needs_one_image(vit: VisionTransformer, tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match=r"needs client\.images=1"):
         AuditFilter(vit, Client(images=2), str(tmp_path))

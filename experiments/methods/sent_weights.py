@@ -1,0 +1,301 @@
+"""How well does the audit of a server's weights know chosen ones from honest ones? `privlab study sent-weights`."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.attacks.registry import attacks as installed_attacks
+from privlab.base import draw_for, full_precision, write_whole
+from privlab.evaluation import batch_of
+from privlab.evaluation.observing import with_chosen_weights
+from privlab.images import open_images
+from privlab.release import run_client
+from privlab.runs.sent_weights import WeightsAudit, audit_sent_weights
+from privlab.threat import Capability, Client, ClientData
+from privlab.victims import ZOO, Victim, VictimModel, victim
+
+STEEP = 1e3
+"""A factor of weights and bias that makes a GELU a step at zero, as the published attacks need a ReLU."""
+
+Manipulation: TypeAlias = Callable[[VictimModel, Float[Tensor, "b c h w"]], None]
+
+LAYER = "blocks.0.mlp.fc1"
+
+
+@torch.no_grad()
+def mlp_inputs(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b t d"]:
+    """Return what the MLP of the first block reads."""
+    block: Any = model.vit.blocks[0]
+    z = model.before_blocks(model.embed(images))
+    return block.norm2(z + block.attn(block.norm1(z)))
+
+
+@torch.no_grad()
+def bins(
+    model: VictimModel, images: Float[Tensor, "b c h w"], steep: float = STEEP, neurons: int | None = None
+) -> None:
+    """Let neurons of the first MLP count into bins by one projection of a token (Fowl et al. 2022).
+
+    Args:
+        model: the model, which is changed.
+        images: public images, by whose quantiles the bins are made.
+        steep: the factor of weights and bias, > 0.
+        neurons: how many neurons are changed, the first ones; None for all.
+    """
+    mlp: Any = model.vit.blocks[0].mlp
+    m = len(mlp.fc1.bias) if neurons is None else neurons
+    direction = torch.randn(mlp.fc1.weight.shape[1], generator=Generator().manual_seed(1))
+    levels = (mlp_inputs(model, images)[:, 1:] @ direction).flatten()
+    mlp.fc1.weight[:m] = steep * direction
+    mlp.fc1.bias[:m] = -steep * levels.quantile(torch.linspace(0, 1, m))
+    mlp.fc2.weight[:, :m] = mlp.fc2.weight[:, :1] / steep
+
+
+@torch.no_grad()
+def pairs(model: VictimModel, images: Float[Tensor, "b c h w"], noise: float = 0.0, steep: float = 1.0) -> None:
+    """Let each two neurons of the first MLP be a bin of a hundredth, by a projection that no others have.
+
+    Args:
+        model: the model, which is changed.
+        images: public images, by whose quantiles the bins are made.
+        noise: the size of the difference of the two directions, by that of the direction; it hides that they are equal.
+        steep: the factor of weights and bias, > 0.
+    """
+    mlp: Any = model.vit.blocks[0].mlp
+    draw = Generator().manual_seed(1)
+    directions = torch.randn(len(mlp.fc1.bias) // 2, mlp.fc1.weight.shape[1], generator=draw)
+    levels = mlp_inputs(model, images)[:, 1:].flatten(0, 1) @ directions.mT
+    at = torch.rand(len(directions), generator=draw) * 0.98
+    edges = [torch.stack([each.quantile(q) for each, q in zip(levels.T, at + d, strict=True)]) for d in (0, 0.01)]
+    others = directions + noise * torch.randn(directions.shape, generator=draw)
+    mlp.fc1.weight.copy_(steep * torch.stack([directions, others], 1).flatten(0, 1))
+    mlp.fc1.bias.copy_(-steep * torch.stack(edges, 1).flatten())
+    mlp.fc2.weight.copy_(mlp.fc2.weight[:, ::2].repeat_interleave(2, 1) / steep)
+
+
+@torch.no_grad()
+def traps(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
+    """Let each neuron of the first MLP be active for one token in a hundred (Boenisch et al. 2023)."""
+    mlp: Any = model.vit.blocks[0].mlp
+    rows = STEEP * torch.randn(mlp.fc1.weight.shape, generator=Generator().manual_seed(1))
+    mlp.fc1.weight.copy_(rows)
+    mlp.fc1.bias.copy_(-(mlp_inputs(model, images).flatten(0, 1) @ rows.mT).quantile(0.99, dim=0))
+    mlp.fc2.weight.div_(STEEP)
+
+
+@torch.no_grad()
+def places(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
+    """Let the position embedding give each token a channel, by which one neuron reads it alone."""
+    vit, N = model.vit, min(model.vit.patch_embed.num_patches, model.vit.embed_dim)
+    assert vit.pos_embed is not None
+    vit.pos_embed[:, -N:] = 100 * torch.eye(N, vit.embed_dim)
+    block: Any = vit.blocks[0]
+    mlp = block.mlp
+    mlp.fc1.weight[:N] = STEEP * torch.eye(N, vit.embed_dim)
+    mlp.fc1.bias[:N] = -STEEP
+    block.attn.proj.weight.zero_()
+
+
+@torch.no_grad()
+def faint(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
+    """Shrink the classifier, so that Adam's ε shows the size of a gradient."""
+    model.vit.get_parameter("head.weight").mul_(1e-8)
+
+
+MANIPULATIONS: Mapping[str, Manipulation] = {each.__name__: each for each in (bins, traps, places, faint)}
+"""Simple manipulations by name; those of attacks that come with privlab are found in the registry."""
+
+_ARCHITECTURES = (
+    *("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_small_patch32_224"),
+    *("deit_tiny_patch16_224", "deit_small_patch16_224", "deit3_small_patch16_224", "vit_medium_patch16_gap_240"),
+    *("vit_base_patch16_clip_224", "flexivit_small", "vit_relpos_small_patch16_224", "vit_small_patch8_224"),
+    *("vit_base_patch32_224", "deit3_base_patch16_224", "vit_wee_patch16_reg1_gap_256", "vit_betwixt_patch16_gap_256"),
+    *(
+        "vit_xsmall_patch16_clip_224",
+        "vit_little_patch16_reg4_gap_256",
+        "vit_tiny_patch16_384",
+        "deit_base_patch16_384",
+    ),
+)
+"""Architectures of timm that are drawn at random, at 64 pixels."""
+
+_STARTS = ("cifar_vit", "cifar_vit_early", "random", "cifar_vit_droppos", "cifar_vit_mp3")
+_CLIENTS = (
+    Client(optimiser="sgd", lr=0.01, steps=5, images=8),
+    Client(optimiser="sgd", lr=0.1, steps=5, images=8),
+    Client(optimiser="adam", lr=1e-4, steps=5, images=8),
+    Client(optimiser="adamw", lr=1e-3, steps=5, images=8, weight_decay=0.05),
+)
+_ROUNDS = 9
+"""Rounds of each of five starts and four clients: 180 in all. The limits were chosen on the first three starts."""
+
+
+@dataclass(frozen=True)
+class SentWeightsStudy:
+    """Audit honest weights and manipulated ones, and manipulated ones that hide.
+
+    Args:
+        weights: file of a trained ViT-Ti; None leaves it out.
+        images: a source of photographs, such as "samples".
+        limit: how many of them are the client's batch, ≥ 1.
+    """
+
+    weights: Path | None = None
+    images: str = "samples"
+    limit: int = 14
+
+    def __call__(self, out: Path) -> list[dict[str, Any]]:
+        """Run the study, write its rows to `facts.json` of a folder after each one, and return them.
+
+        A row has `kind` ("trained", "random", "round", "attack", "mixed", "neurons", "steepness" or "noise"), `name`,
+        `x` (the strength, the number of neurons, the steepness or the noise), `by_test` and `by_statistics`, `readable`
+        (the largest share of patches that the test counts in a layer), `read` and `recognisable` (the shares of the
+        patches of the batch that the server reads with a relative error of 0.1 or 0.3 at most), and each statistic.
+        """
+        rows: list[dict[str, Any]] = []
+        out.mkdir(parents=True, exist_ok=True)
+        for row in self._rows():
+            rows.append(row)
+            text = json.dumps(rows, indent=1)
+            write_whole(out / "facts.json", lambda part, text=text: part.write_text(text, encoding="utf-8"))
+        return rows
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        base = victim("cifar_vit")
+        images = self._batch(base)
+        for name in ZOO:
+            yield _row("trained", name, audit_sent_weights(victim(name).model, images))
+        if self.weights is not None:
+            trained = victim("vit_ti", weights=self.weights)
+            yield _row("trained", "vit_ti", audit_sent_weights(trained.model, self._batch(trained)))
+        for name, manipulation in MANIPULATIONS.items():
+            yield _manipulated("attack", name, base.model, manipulation, images, 1.0)
+        for name, kind in installed_attacks().items():
+            if Capability.CHOOSES_WEIGHTS in kind.requires:
+                server: Any = kind()
+                model = with_chosen_weights(base.model, server, len(images), Client(optimiser="adamw"))
+                yield _row("attack", name, audit_sent_weights(model, images)) | {"x": 1.0}
+        for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
+            for name in ("bins", "traps", "places"):
+                mixing = _mixed(MANIPULATIONS[name], strength)
+                yield _manipulated("mixed", name, base.model, mixing, images, strength)
+        for neurons in (2, 4, 8, 16, 32, 64, 128, 256, 512):
+            few = lambda model, public, m=neurons: bins(model, public, STEEP, m)  # noqa: E731
+            yield _manipulated("neurons", "bins", base.model, few, images, neurons)
+        for steep in (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0):
+            soft = lambda model, public, s=steep: bins(model, public, s)  # noqa: E731
+            yield _manipulated("steepness", "bins", base.model, soft, images, steep)
+        for steep in (1.0, STEEP):
+            for noise in (0.0, 0.01, 0.03, 0.1, 0.2, 0.3):
+                unequal = lambda model, public, n=noise, s=steep: pairs(model, public, n, s)  # noqa: E731
+                yield _manipulated("noise", f"pairs, steepness {steep:g}", base.model, unequal, images, noise)
+        yield from self._rounds(images)
+        for name in _ARCHITECTURES:
+            drawn = victim(f"timm:{name}", weights="random", img_size=64, classes=10)
+            yield _row("random", name, audit_sent_weights(drawn.model, self._batch(drawn)))
+
+    def _batch(self, base: Victim) -> Float[Tensor, "b c h w"]:
+        return batch_of(open_images(self.images), base.preprocessing, self.limit).images
+
+    def _rounds(self, images: Float[Tensor, "b c h w"]) -> Iterator[dict[str, Any]]:
+        """Yield a row for each round of honest training, compared with the round before."""
+        for start in _STARTS:
+            for number, client in enumerate(_CLIENTS):
+                base = victim("cifar_vit", weights="random") if start == "random" else victim(start)
+                model = copy.deepcopy(base.model)
+                draw = draw_for(0, f"{start} {number}", "rounds")
+                for place in range(_ROUNDS):
+                    before = {name: p.detach().clone() for name, p in model.vit.named_parameters()}
+                    chosen = torch.randperm(len(images), generator=draw)[: client.images]
+                    data = ClientData(images[chosen], chosen % model.classes, draw)
+                    with torch.no_grad():
+                        for name, moved in run_client(model, client, data).items():
+                            model.vit.get_parameter(name).add_(moved)
+                    found = audit_sent_weights(model, images, before)
+                    said = f"{start}, {client.optimiser} {client.lr:g}, round {place + 1}"
+                    yield _row("round", said, found)
+
+
+def _mixed(manipulation: Manipulation, strength: float) -> Manipulation:
+    """Return a manipulation that moves the weights only a part of the way: θ + s (θ′ − θ)."""
+
+    @torch.no_grad()
+    def mix(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
+        twin = copy.deepcopy(model)
+        manipulation(twin, images)
+        for name, parameter in model.vit.named_parameters():
+            parameter.lerp_(twin.vit.get_parameter(name), strength)
+
+    return mix
+
+
+def _manipulated(
+    kind: str, name: str, base: VictimModel, manipulation: Manipulation, images: Float[Tensor, "b c h w"], x: float
+) -> dict[str, Any]:
+    """Return the row of manipulated weights: half of the images are the server's, the other half is attacked."""
+    model, half = copy.deepcopy(base), len(images) // 2
+    manipulation(model, images[:half])
+    row = _row(kind, name, audit_sent_weights(model, images[half:])) | {"x": x}
+    errors = _reading_errors(model, images[half:])
+    return row | {"read": _share(errors <= 0.1), "recognisable": _share(errors <= 0.3)}
+
+
+def _share(of: Tensor) -> float:
+    return float(of.double().mean())
+
+
+def _reading_errors(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, " n"]:
+    """Return how far the best row of the first MLP's gradient, or difference of adjacent rows, is from each patch.
+
+    The gradient is that of all images together; the distance of x from the line of a row, by ‖x‖, is sin ∠(x, row).
+    """
+    weight = model.vit.get_parameter(f"{LAYER}.weight")
+    labels = torch.arange(len(images)) % model.classes
+    with full_precision(), torch.enable_grad():
+        weight.requires_grad_(True)
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(images), labels), [weight])
+    rows = torch.cat([gradient, gradient.diff(dim=0)]).double()
+    inputs = mlp_inputs(model, images)[:, -model.vit.patch_embed.num_patches :].flatten(0, 1).double()
+    cosines = (F.normalize(inputs) @ F.normalize(rows).mT).abs().amax(1)
+    return (1 - cosines.square()).clamp(min=0).sqrt()
+
+
+def _row(kind: str, name: str, found: WeightsAudit) -> dict[str, Any]:
+    """Return what an audit found as a row."""
+    by_test = any(not each.is_usual for each in found.layers)
+    by_statistics = any(not each.is_usual for each in found.statistics)
+    readable = max(max(each.of_one_image, each.of_batch) / each.patches for each in found.layers)
+    of_layer = next((asdict(each) for each in found.layers if each.layer == LAYER), {})
+    said = {"kind": kind, "name": name, "by_test": by_test, "by_statistics": by_statistics, "readable": readable}
+    return said | {"of_layer": of_layer} | {each.name: each.value for each in found.statistics}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return a line for each kind of honest weights and each attack: how many the test and the statistics found."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        name = f"{row['kind']} {row['name']}" if "x" in row else f"honest, {row['kind']}"
+        groups.setdefault(name, []).append(row)
+    lines = []
+    for name, members in groups.items():
+        found = {
+            "by the test": sum(row["by_test"] for row in members),
+            "by statistics": sum(row["by_statistics"] for row in members),
+            "by either": sum(row["by_test"] or row["by_statistics"] for row in members),
+        }
+        most = {
+            "most patches counted": max(row["readable"] for row in members),
+            "most recognised": max(row.get("recognisable", math.nan) for row in members),
+        }
+        shares = {what: "–" if math.isnan(share) else f"{100 * share:.1f} %" for what, share in most.items()}
+        lines.append({"weights": name, "number": str(len(members))} | {k: str(v) for k, v in found.items()} | shares)
+    return lines

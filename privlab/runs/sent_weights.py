@@ -1,0 +1,290 @@
+"""The audit of weights that a server sent: can single patches be read from the gradient that they would give?"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from privlab.base import PrivlabError, full_precision, gradients_enabled
+from privlab.victims import VictimModel, check_classifies
+
+PURE = 0.9
+"""The least share of a row that one patch has where it can be read: the others move it by a ninth of its norm at most.
+
+Of the patches of honest models, at most 1 % had so much of a row of any layer (docs/studies/dishonest_server.md).
+"""
+
+_ALONE = 0.99
+"""The least leverage of a patch that some combination of the embedding's channels isolates as well as `PURE` says."""
+
+MOST_READABLE = 0.02
+"""The largest share of the patches that may be readable in any one layer of a model that somebody trained."""
+
+_FEWEST = 64
+"""The patches in which one is sought, at least: images of fewer patches are put together.
+
+Of only four patches, an honest row may well belong to one.
+"""
+
+_FEWEST_INPUTS = 16
+"""The inputs of a layer in which rows are compared, at least: of two inputs, as places have, many rows are parallel."""
+
+_FAINT = 1e-6
+"""A row of less than this share of a layer's largest row is lost in the rounding of an update."""
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "parallel rows": (0.0, 0.2),
+    "largest row / median row": (1.0, 100.0),
+    "largest weight of a norm": (0.1, 50.0),
+    "largest bias": (0.0, 50.0),
+    "largest position embedding": (0.0, 30.0),
+    "gradient of the embedding": (1e-7, 1e3),
+    "isolated patches / channels": (0.0, 0.75),
+    "change since the last round": (0.0, 5.0),
+}
+"""The values of each statistic that trained models may have: a wide range around those that were measured."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One number of the weights, and the range in which those of trained models are."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether the value is in the range; NaN is not."""
+        return self.low <= self.value <= self.high
+
+
+@dataclass(frozen=True)
+class ReadablePatches:
+    """How many patches can be read from single rows of a layer's gradient, or from differences of two rows.
+
+    `of_one_image` counts those that can be read if a client trains on their image alone, or on as few images as have 64
+    patches; `of_batch` those that can be read from the gradient of all images together. `patches` is the number of
+    patches of all images.
+    """
+
+    layer: str
+    patches: int
+    of_one_image: int
+    of_batch: int
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether no more patches are readable than trained models may have."""
+        return max(self.of_one_image, self.of_batch) <= MOST_READABLE * self.patches
+
+
+@dataclass(frozen=True)
+class WeightsAudit:
+    """What an audit found of weights that a server sent."""
+
+    statistics: tuple[Statistic, ...]
+    layers: tuple[ReadablePatches, ...]
+
+    @property
+    def unusual(self) -> tuple[Statistic | ReadablePatches, ...]:
+        """Return what trained models do not have."""
+        return tuple(each for each in (*self.layers, *self.statistics) if not each.is_usual)
+
+    @property
+    def suspicious(self) -> bool:
+        """Return whether something was found that trained models do not have."""
+        return bool(self.unusual)
+
+    @property
+    def verdict(self) -> str:
+        """Return what was found, as one sentence."""
+        layers = [each for each in self.unusual if isinstance(each, ReadablePatches)]
+        said = [f"{each.name} is {each.value:.3g}" for each in self.unusual if isinstance(each, Statistic)]
+        if layers:
+            worst = max(layers, key=lambda each: max(each.of_one_image, each.of_batch) / each.patches)
+            said.insert(0, f"{worst.of_one_image} of {worst.patches} patches can be read from {worst.layer}")
+        if said:
+            return f"suspicious: do not train on these weights; {', '.join(said)}"
+        return "nothing unusual was found, which does not prove that nobody chose these weights"
+
+    def table(self) -> pd.DataFrame:
+        """Return the statistics, a row for each, and below them the layer with the most readable patches of each kind.
+
+        The columns are `what`, `value`, `low`, `high` and `usual`.
+        """
+        rows = [asdict(each) | {"usual": each.is_usual} for each in self.statistics]
+        for kind, name in (("of_one_image", "if alone"), ("of_batch", "of this batch")):
+            worst = max(self.layers, key=lambda each: getattr(each, kind) / each.patches)
+            share = getattr(worst, kind) / worst.patches
+            found = Statistic(f"patches readable {name} ({worst.layer})", share, 0.0, MOST_READABLE)
+            rows.append(asdict(found) | {"usual": found.is_usual})
+        return pd.DataFrame(rows).rename(columns={"name": "what"})
+
+
+def audit_sent_weights(
+    model: VictimModel, images: Float[Tensor, "b c h w"], last: Mapping[str, Tensor] | None = None
+) -> WeightsAudit:
+    """Return whether weights are like those of a model that somebody trained, by statistics and by a direct test.
+
+    The direct test computes the gradient of the client's own images, as a training step would, and counts in each layer
+    the patches that it shows one by one (`_purity`). Labels do not matter, so that image i has class i: the loss of a
+    model that knows its images would be too small to test.
+
+    Args:
+        model: the model with the weights that the server sent; it is left as it is.
+        images: images of the client in [0, 1], as the model is fed them before normalisation.
+        last: the weights of the last round by timm's names; None if they are not known.
+
+    Raises:
+        PrivlabError: if the weights are not finite, there is no image, or the model has no classifier.
+    """
+    check_classifies(model)
+    named = dict(model.vit.named_parameters())
+    if broken := [name for name, tensor in named.items() if not bool(tensor.isfinite().all())]:
+        raise PrivlabError(f"The weights that the server sent must be finite. Found NaN or infinity in {broken[0]}.")
+    if not len(images):
+        raise PrivlabError("An audit of weights needs at least one image. Found none.")
+    with full_precision():
+        values = _statistics(model) | ({} if last is None else {"change since the last round": _change(named, last)})
+        layers, of_embedding = _gradient_test(model, images)
+    statistics = [Statistic(name, value, *RANGES[name]) for name, value in (values | of_embedding).items()]
+    return WeightsAudit(tuple(statistics), tuple(layers))
+
+
+@torch.no_grad()
+def _statistics(model: VictimModel) -> dict[str, float]:
+    """Return what manipulations of the weights change: rows that bins share, and values that switch tokens on or off.
+
+    The classifier is left out: no patch can be read from it.
+    """
+    named = {name: tensor for name, tensor in model.vit.named_parameters() if not name.startswith("head")}
+    parallel, spread = [0.0], [1.0]
+    for name, tensor in named.items():
+        if tensor.ndim > 1 and name.endswith("weight") and tensor[0].numel() >= _FEWEST_INPUTS:
+            norms = tensor.flatten(1).norm(dim=1)  # of the weights of each neuron
+            used = norms > 0
+            directions = F.normalize(tensor.flatten(1)[used])
+            cosines = (directions @ directions.mT).fill_diagonal_(0).abs()
+            if cosines.numel():
+                parallel.append(float((cosines.amax(1) > _ALONE).float().mean()))
+                spread.append(float(norms.amax() / norms[used].median()))
+    vectors = {name: tensor for name, tensor in named.items() if tensor.ndim == 1 and tensor.numel()}
+    norms = [
+        float(tensor.abs().amax()) for name, tensor in vectors.items() if "norm" in name and name.endswith("weight")
+    ]
+    biases = [float(tensor.abs().amax()) for name, tensor in vectors.items() if name.endswith("bias")]
+    values = {
+        "parallel rows": max(parallel),
+        "largest row / median row": max(spread),
+        "largest weight of a norm": max(norms, default=1.0),
+        "largest bias": max(biases, default=0.0),
+    }
+    if model.vit.pos_embed is not None:
+        values["largest position embedding"] = float(model.vit.pos_embed.abs().amax())
+    return values
+
+
+@torch.no_grad()
+def _change(named: Mapping[str, Tensor], last: Mapping[str, Tensor]) -> float:
+    """Return the largest ‖W − W₀‖ / ‖W₀‖ of the matrices since the last round; those that were 0 are left out.
+
+    Class tokens are left out too: timm begins with 10⁻⁶.
+    """
+    found = [0.0]
+    for name, tensor in named.items():
+        before = last.get(name)
+        is_matrix = tensor.ndim > 1 and name.endswith(("weight", "pos_embed"))
+        if before is not None and is_matrix and bool(before.any()):
+            before = before.to(tensor)
+            found.append(float((tensor - before).norm() / before.norm()))
+    return max(found)
+
+
+def _gradient_test(
+    model: VictimModel, images: Float[Tensor, "b c h w"]
+) -> tuple[list[ReadablePatches], dict[str, float]]:
+    """Return for each linear layer the patches that its gradient shows, and the statistics of the embedding's."""
+    layers: list[ReadablePatches] = []
+    of_embedding: dict[str, float] = {}
+    count, embedding = model.vit.patch_embed.num_patches, model.vit.patch_embed.proj
+
+    def backward(name: str, inputs: Tensor, δ: Tensor) -> None:
+        if name == "patch_embed.proj":
+            δ, inputs = δ.flatten(2).mT, F.unfold(inputs, embedding.kernel_size, stride=embedding.stride).mT
+            of_embedding.update(_of_embedding(δ, inputs))
+        if δ.ndim == 3 and δ.shape[1] >= count:  # else a layer of the class token alone
+            layers.append(_readable(name, δ, inputs, count))
+
+    def forward(name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(backward, name, inputs[0].detach()))
+
+    with ExitStack() as hooks, gradients_enabled():
+        for name, layer in model.vit.named_modules():
+            if isinstance(layer, nn.Linear) or layer is embedding:
+                hooks.enter_context(layer.register_forward_hook(partial(forward, name)))
+        fed = (
+            images.to(model.mean).clone().requires_grad_(True)
+        )  # so that every layer gets its δ, and no weight a .grad
+        labels = torch.arange(len(fed), device=fed.device) % model.classes
+        torch.autograd.grad(F.cross_entropy(model(fed), labels), fed)
+    return layers[::-1], of_embedding
+
+
+def _readable(name: str, δ: Float[Tensor, "b t o"], inputs: Float[Tensor, "b t i"], count: int) -> ReadablePatches:
+    """Return how many patches the gradient of a layer shows; the last `count` of the t tokens are those of patches."""
+    parts = δ * inputs.norm(dim=2, keepdim=True)  # row o of ∂W is Σ_n δ_no x_nᵀ, whose terms have norms |δ_no| ‖x_n‖
+    few = parts.split(max(1, _FEWEST // count))
+    alone = sum(int(_is_pure(part)[:, -count:].sum()) for part in few)
+    return ReadablePatches(name, len(δ) * count, alone, int(_is_pure(parts)[:, -count:].sum()))
+
+
+def _is_pure(parts: Float[Tensor, "b t o"]) -> Bool[Tensor, "b t"]:
+    """Return which tokens of b images have nearly all of one row of a gradient, or of the difference of two rows.
+
+    Neurons whose weights form bins differ in how many tokens they are active for (Fowl et al. 2022). Ordered by the sum
+    over the tokens, neighbours differ in the tokens of one bin, whatever the order in which the server has them.
+
+    Args:
+        parts: the norm of each token's term in each row, with the sign of δ.
+    """
+    tokens = parts.flatten(0, 1)  # b t × o
+    ordered = tokens[:, tokens.abs().sum(0).argsort()]
+    pure = torch.maximum(_purity(tokens), _purity(ordered.diff(dim=1))) >= PURE
+    return pure.view(parts.shape[:2])
+
+
+def _purity(parts: Float[Tensor, "n o"]) -> Float[Tensor, " n"]:
+    """Return max_o |p_no| / Σ_s |p_so|: the largest share that each token has of any row, of those that are not faint.
+
+    A row in which a token has the share p is δ x of this token, and something of (1 − p) / p of its norm at most.
+    """
+    total = parts.abs().sum(0)
+    strong = total > _FAINT * total.amax()
+    return (parts.abs() / total.clamp(min=torch.finfo(parts.dtype).tiny) * strong).amax(1)
+
+
+def _of_embedding(δ: Float[Tensor, "b n d"], patches: Float[Tensor, "b n k"]) -> dict[str, float]:
+    """Return the size of the embedding's gradient, and how many patches combinations of its rows isolate, by D.
+
+    A server may rotate the channels of the embedding, so that no row is pure. Some combination v of rows then isolates
+    patch n: Δv = e_n, with Δ (patches × D) the δ of all patches. It exists if the leverage Δ_n (ΔᵀΔ)⁻¹ Δ_nᵀ is 1. The
+    leverages add up to D, so that this means something only if there are many more patches than channels.
+    """
+    Δ = (δ * patches.norm(dim=2, keepdim=True)).flatten(0, 1).double()
+    found = {"gradient of the embedding": float((δ.flatten(0, 1).mT @ patches.flatten(0, 1)).square().mean().sqrt())}
+    D = Δ.shape[1]
+    if len(Δ) >= 4 * D and bool(Δ.any()):
+        gram = Δ.mT @ Δ
+        ridge = _FAINT**2 * gram.diagonal().sum() * torch.eye(D, dtype=gram.dtype, device=gram.device)
+        leverage = (torch.linalg.solve(gram + ridge, Δ.mT).mT * Δ).sum(1)
+        found["isolated patches / channels"] = int((leverage >= _ALONE).sum()) / D
+    return found

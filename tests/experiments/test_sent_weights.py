@@ -1,0 +1,47 @@
+"""The study of the audit of a server's weights: its manipulations, its rows and its figure."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from privlab.base import PrivlabError
+from privlab.experiments.figures.sent_weights import draw_sent_weights
+from privlab.experiments.methods import sent_weights as study
+from privlab.runs.sent_weights import audit_sent_weights
+from privlab.victims import victim
+
+
+def test_what_is_mixed_is_between_trained_and_manipulated_weights(photographs: Callable[[int, int], Tensor]) -> None:
+    base, images = victim("cifar_vit").model, photographs(2, 32)
+    models = {}
+    for strength in (0.0, 0.5, 1.0):
+        models[strength] = copy.deepcopy(base)
+        study._mixed(study.faint, strength)(models[strength], images)
+    heads = {strength: model.vit.head.weight for strength, model in models.items()}
+    assert torch.equal(heads[0.0], base.vit.head.weight)
+    torch.testing.assert_close(heads[1.0], 1e-8 * base.vit.head.weight)
+    torch.testing.assert_close(heads[0.5], (heads[0.0] + heads[1.0]) / 2)
+
+
+def test_rows_say_what_the_server_reads_and_what_the_audit_counts(
+    photographs: Callable[[int, int], Tensor], tmp_path: Path
+) -> None:
+    base, images = victim("cifar_vit").model, photographs(6, 32)
+    honest = study._row("trained", "cifar_vit", audit_sent_weights(base, images))
+    bins = study._manipulated("steepness", "bins", base, study.bins, images, study.STEEP)
+    assert (honest["by_test"], honest["by_statistics"], bins["by_test"], bins["by_statistics"]) == (False,) * 2 + (
+        True,
+    ) * 2
+    assert 0 < bins["read"] < bins["recognisable"] < 1
+    first, second = study.summary([honest, bins])
+    assert (first["weights"], first["by either"], first["most recognised"]) == ("honest, trained", "0", "–")
+    assert (second["weights"], second["number"], second["by either"]) == ("steepness bins", "1", "1")
+    with pytest.raises(PrivlabError, match="run `privlab study sent-weights`"):
+        draw_sent_weights(tmp_path)
+    (tmp_path / "facts.json").write_text(json.dumps([honest, bins]), encoding="utf-8")
+    assert draw_sent_weights(tmp_path).stat().st_size > 1000
