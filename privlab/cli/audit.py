@@ -45,7 +45,7 @@ _ONE_RELEASE = shared.all_of(
 
 @click.group(cls=shared.Commands)
 def audit() -> None:
-    """Attack the update, gradient or features of a real client, or look at the weights that it is sent."""
+    """Attack what a client released, or check the weights that it got."""
 
 
 @audit.command(cls=cloup.Command)

@@ -47,7 +47,7 @@ class AttackGroup:
     @property
     def server(self) -> DishonestAttack | None:
         """Return the attack that chooses the weights for this group, whose only attack it is; None if none does."""
-        return server_of(self.attacks[0])
+        return server_of(self.attacks[0]) if self.attacks else None
 
     @property
     def key(self) -> tuple[str, str]:

@@ -188,7 +188,7 @@ def test_manifest_beside_positions(
     path = manifest(tmp_path / "m.csv", photos, ("a.png", "", ""))
     error = attack("--manifest", path, *option).error
     name, value = option
-    assert error == f"A manifest names its photographs one by one. Found {name.removeprefix('--')} {value} beside it."
+    assert error == f"A manifest names its photographs one by one. Found {name.removeprefix('--')} {value} with it."
     assert not (tmp_path / "run").exists()
 
 

@@ -110,7 +110,7 @@ def test_positions_that_there_are_not(classes: Path, choice: dict[str, Any], mes
 def test_manifest_beside_positions(classes: Path, tmp_path: Path, choice: dict[str, Any]) -> None:
     path = written(tmp_path / "m.csv", f"a/1.png,{sha(classes / 'a/1.png')}")
     (name, value), *_ = choice.items()
-    message = f"^A manifest names its photographs one by one. Found {name} {value} beside it.$"
+    message = f"^A manifest names its photographs one by one. Found {name} {value} with it.$"
     with pytest.raises(PrivlabError, match=message):
         open_images(str(classes), manifest=path, **choice)
     with pytest.raises(PrivlabError, match=message):

@@ -118,8 +118,8 @@ def scope(records: pd.DataFrame) -> str:
     seen = " or ".join(sorted(kinds)) or "what is released"
     images = ", owns public images" if "features" in kinds else ""
     client = ", knows the settings of the client's training" if "update" in kinds else ""
-    conditions = (parse_object(text, "conditions of a record") for text in records.conditions.dropna().unique())
-    chosen = any("chooses_weights" in stated for stated in conditions) if "conditions" in records else False
+    texts = records.conditions.dropna().unique() if "conditions" in records else []
+    chosen = any("chooses_weights" in parse_object(text, "conditions of a record") for text in texts)
     server, outside = "an honest-but-curious server that knows the weights", "a server that changes the weights, "
     if chosen:
         server, outside = "a dishonest server that chose the weights which the clients got (chooses_weights)", ""
