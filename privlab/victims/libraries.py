@@ -210,11 +210,13 @@ def normalisation_beside(folder: Path) -> str | None:
     config = read_json(path, "settings of the image processor") if path.is_file() else {}
     if not config.get("do_normalize", "image_mean" in config):
         return "0/1" if "do_normalize" in config else None
-    parts = [config.get(name) for name in ("image_mean", "image_std")]
-    for part in parts:
-        if not isinstance(part, list) or not all(isinstance(value, int | float) for value in part):
-            raise PrivlabError(f"image_mean and image_std in '{path}' must be lists of numbers. Found {part!r}.")
-    return "/".join(",".join(map(str, part)) for part in parts)
+    parts = list[str]()
+    for name in ("image_mean", "image_std"):
+        values = config.get(name)
+        if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
+            raise PrivlabError(f"{name} in '{path}' must be a list of numbers. Found {values!r}.")
+        parts.append(",".join(map(str, values)))
+    return "/".join(parts)
 
 
 def fit_head(vit: VisionTransformer, state: Mapping[str, Tensor]) -> None:

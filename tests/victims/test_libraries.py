@@ -218,7 +218,7 @@ def test_the_image_processor_of_a_folder_states_the_normalisation(
 
 @pytest.mark.filterwarnings("ignore:model.safetensors. read tensors by the names of transformers")
 @pytest.mark.parametrize(
-    ("wrong", "said"), [({"image_mean": "0.5"}, "lists of numbers"), ({"image_std": [0.5, 0]}, "0.5,0")]
+    ("wrong", "said"), [({"image_mean": "0.5"}, "list of numbers"), ({"image_std": [0.5, 0]}, "0.5,0")]
 )
 def test_an_image_processor_that_states_no_normalisation_is_one_line(
     folder: Path, wrong: dict[str, Any], said: str
