@@ -374,7 +374,7 @@ def _without_errors(
     precision = (Y @ Y.mT) / noise[:, None, None] + torch.diag_embed(1 / variance.mT)
     covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
     slope = -(Y @ (H - A.mT @ Y).mT) / noise  # N × D
-    return A - torch.einsum("dnm,md->nd", covariance, slope), covariance
+    return A - torch.einsum("dij,jd->id", covariance, slope), covariance
 
 
 def _preconditioner(patch: int, Γ: Float[Tensor, "c c"], gain: Float[Tensor, "b f 1"], dtype: torch.dtype) -> Map:
