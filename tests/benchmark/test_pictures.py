@@ -107,7 +107,7 @@ def test_the_page_says_that_a_picture_is_not_of_the_attack_behind_the_score(blur
         (True, False, ["deconvolution"]),
     ]
     page, text = fragment([row]), "36.41 dB, comes from deconvolution, of which no picture is kept"
-    assert f"worst photograph: picture by least-squares, 25.05 dB; the score, {text}" in page
+    assert f"worst photograph: picture by least-squares, 25.05 dB; the worst case, {text}" in page
     assert "no picture is kept of the median photograph; this was the median one before other attacks" in page
 
 

@@ -74,7 +74,7 @@ def test_the_template_of_an_attack_enters_and_is_verified(mine: Path, cli: Calla
                 ("from torch import Generator", "import torch\nfrom torch import Generator"),
                 ("self.step * values", "(self.step + torch.rand(1) / 100) * values"),
             ],
-            "is not admitted: check same-draw",
+            "gradients: rounded declared, noisy measured",
         ),
         ([("from typing", "import time\nfrom typing")], "may not use 'time'"),
         ([("from typing", "import socket\nfrom typing")], "may not use 'socket'"),
