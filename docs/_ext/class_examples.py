@@ -57,9 +57,11 @@ def of_attack(name: str) -> str:
         values = (setting.partition("=") for setting in settings if "." not in setting)
         stated = [f"{key}={value if value.isdigit() else repr(value)}" for key, _, value in values]
         given.append(f"release=privlab.Update(privlab.Client({', '.join([f'optimiser={client!r}', *stated])}))")
+    if Capability.CHOOSES_WEIGHTS in attack.requires:
+        given.append(f"server={attack.__name__}()")
     if on_features:
         given.append("release=privlab.Features()")
-    if on_features or attack_declarations(attack).short.get("releases"):
+    if on_features or Capability.AUXILIARY_IMAGES in attack.requires:
         given.append("public=public")
     short = ", ".join(f"{key}={value!r}" for key, value in attack_declarations(attack).short.items())
     skipped = "  # doctest: +SKIP" if name in NOT_CALLED or ":" in name else ""

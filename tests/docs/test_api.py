@@ -98,6 +98,7 @@ def test_every_attack_and_defense_has_an_example_and_every_example_a_class(
     extensions: tuple[ModuleType, ModuleType],
 ) -> None:
     pytest.importorskip("flwr")
+    pytest.importorskip("nvflare")
     found = import_module("class_examples").examples()
     for room in ("privlab.attacks", "privlab.defenses"):
         public = {name for name in dir(import_module(room)) if isinstance(getattr(import_module(room), name), type)}
@@ -107,11 +108,13 @@ def test_every_attack_and_defense_has_an_example_and_every_example_a_class(
         assert isinstance(getattr(import_module(room), last), type), name
 
 
+SLOW = ("privlab.attacks", "privlab.flower", "privlab.nvflare", "privlab.threat.Guarantee")
+
+
 def test_examples_of_the_pages_of_the_api_print_what_they_say(extensions: tuple[ModuleType, ModuleType]) -> None:
     extension = import_module("class_examples")
     names = _shared_names(extension)
-    rooms = ("privlab.attacks", "privlab.flower", "privlab.threat.Guarantee")
-    quick = [name for name in extension.examples() if not name.startswith(rooms)]
+    quick = [name for name in extension.examples() if not name.startswith(SLOW)]
     assert len(quick) > 50
     assert "".join(_complaints(extension, name, names) for name in quick) == ""
 
@@ -120,12 +123,9 @@ def test_examples_of_the_pages_of_the_api_print_what_they_say(extensions: tuple[
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::privlab.base.PrivlabWarning")
 def test_examples_of_attacks_on_the_pages_of_the_api_run(extensions: tuple[ModuleType, ModuleType]) -> None:
     pytest.importorskip("flwr")
+    pytest.importorskip("nvflare")
     pytest.importorskip("opacus")
     extension = import_module("class_examples")
     names = _shared_names(extension)
-    slow = [
-        name
-        for name in extension.examples()
-        if name.startswith(("privlab.attacks", "privlab.flower", "privlab.threat.Guarantee"))
-    ]
+    slow = [name for name in extension.examples() if name.startswith(SLOW)]
     assert "".join(_complaints(extension, name, names) for name in slow) == ""
