@@ -210,7 +210,7 @@ def _members(path: Path) -> Iterator[tuple[PurePosixPath, _Member]]:
             for info in archive:
                 if info.isreg() and not info.issparse():
                     yield PurePosixPath(info.name), _Member(path, info.offset_data, info.size)
-    except (OSError, tarfile.TarError, RecursionError) as error:  # the last: long names of long names
+    except (OSError, tarfile.TarError, RecursionError, MemoryError) as error:  # of long names: nested, or too long
         raise PrivlabError(f"'{path}' cannot be read as a tar that is not packed: {one_line(error)}.") from None
 
 

@@ -399,7 +399,7 @@ def test_files_that_are_no_predictors(tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match="is not a position predictor"):
         load_predictor(path)
     save_file({"a": torch.zeros(2)}, path)
-    with pytest.raises(PrivlabError, match="such as the predictor"):
+    with pytest.raises(PrivlabError, match="not a position predictor"):
         load_predictor(path)
     predictor = Mp3Network(small())
     facts = {"predictor": "mp3", "img_size": [16, 16], "patch_size": 4, "in_chans": 3, "embed_dim": 32, "depth": 2}

@@ -5,6 +5,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from privlab.base import PrivlabError
 _CEILING = 12 * 2**30
 """The address space of the separate process, so that a file that does harm ends the process and not the machine."""
 _SECONDS = 120
+_NEW_PROCESS = 512  # MiB of Python, privlab and the libraries
 
 Measured = tuple[str, float, int]
 
@@ -20,11 +22,12 @@ Measured = tuple[str, float, int]
 def _separately(work: Callable[[], object]) -> Measured:
     """Do something in a copy of this process; return what it returns, as text, its seconds of a core, and its MiB.
 
-    The memory is the peak of the copy, which begins with what this process holds; an error is a text too.
+    The memory is that of a new process in which the copy's peak is reached: the copy begins with what this process
+    holds, which is more after other tests. An error is a text too.
     """
     resource = pytest.importorskip("resource")
     receiver, sender = os.pipe()
-    began = time.monotonic()
+    began, held = time.monotonic(), _resident()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         child = os.fork()
@@ -48,7 +51,15 @@ def _separately(work: Callable[[], object]) -> Measured:
         said = pipe.read().decode(errors="replace")
     _, status, usage = os.wait4(child, 0)
     ended = said or f"ended with status {status} after {time.monotonic() - began:.0f} seconds"
-    return ended, usage.ru_utime + usage.ru_stime, usage.ru_maxrss // 1024
+    return ended, usage.ru_utime + usage.ru_stime, _NEW_PROCESS + max(0, usage.ru_maxrss // 1024 - held)
+
+
+def _resident() -> int:
+    """Return the memory of this process in MiB; where Linux does not state it, that of a new one."""
+    path = Path("/proc/self/statm")
+    if not path.exists():
+        return _NEW_PROCESS
+    return int(path.read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
 
 
 @pytest.fixture
