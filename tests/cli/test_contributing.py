@@ -110,9 +110,8 @@ def test_three_files_are_all_that_the_attack_needs(clone: Path) -> None:
     ours = records[records.attack == "bias-ratio"]
     assert set(ours.status) == {"ok"}
     assert set(ours.beyond_range) == {"N = 4 > 1"}
-    said = python(
-        clone, "-m", "pytest", "-q", "-p", "no:cacheprovider", *IN_ALL_ATTACKS, "-k", f"({CHOSEN}) and not ceiling"
-    )
+    chosen = f"({CHOSEN}) and not ceiling and not design_names"  # the copy has no pages
+    said = python(clone, "-m", "pytest", "-q", "-p", "no:cacheprovider", *IN_ALL_ATTACKS, "-k", chosen)
     assert int(re.findall(r"(\d+) passed", said)[0]) >= 12
     python(clone, ".ci/house.py", "stubs")
     assert "import BiasRatio as BiasRatio" in (clone / "attacks/__init__.pyi").read_text("utf-8")

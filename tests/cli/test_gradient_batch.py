@@ -193,7 +193,8 @@ def test_attacks_for_one_image_are_refused_by_name(attack: Callable[..., Any]) -
 @pytest.mark.slow
 def test_a_forced_one_is_held_against_each_image(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
     """`patch-gradient` returns one mix of both, which is neither."""
-    done = attack("--attack", "patch-gradient", "--gradient-batch", 2, "--force", "--block", "stock", "--limit", 2)
+    forced = ("--gradient-batch", 2, "--force", "--block", "stock", "--limit", 2)
+    done = attack("--attack", "patch-gradient", *forced, "--details")
     assert done.status == 0
     assert "; 2 images in one gradient; FORCED: " in done.out
     frame = records()

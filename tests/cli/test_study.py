@@ -10,9 +10,8 @@ from weakref import ref
 
 import pytest
 
-from privlab.experiments.studies import split_privacy
-from privlab.report.run import Run
 from privlab.runs import attack as run
+from privlab.victims import Victim
 
 pytestmark = pytest.mark.skipif(find_spec("lightning_fabric") is None, reason="needs lightning_fabric")
 
@@ -76,12 +75,13 @@ def test_no_victim_of_table_6_outlives_it(
     monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / "cache"))
     victims: list[ref[object]] = []
 
-    def execute(*arguments: Any, **options: Any) -> Run:
-        outcome = run.execute(*arguments, **options)
-        victims.extend(ref(base.model) for base in outcome.victims)
-        return outcome
+    def victim_of(*arguments: Any) -> Victim:
+        made = victim_of_run(*arguments)
+        victims.append(ref(made.model))
+        return made
 
-    monkeypatch.setattr(split_privacy, "execute", execute)
+    victim_of_run = run.victim_of
+    monkeypatch.setattr(run, "victim_of", victim_of)
     options = ("--images", classes, "--steps", 1, "--batch", 4, "--methods", "SL,LP", "--out", tmp_path / "study")
     more = ("--adaptive", "least-squares,pe-assignment", "--set", "inversion-mae.steps=1")
     assert cli("study", "split-privacy", *TINY, *options, *more).status == 0

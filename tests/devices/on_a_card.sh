@@ -87,7 +87,7 @@ run() {
     bench deit_s 40 --model cifar_vit --images 2 --batch 2 --repeats 1 --no-searches
     bench vit_ti_160 60 --model cifar_vit --img-size 16 --images 2 --batch 2 --repeats 1
     step search 60 "${card[@]}" search "$out/search.json" --device cpu
-    step equality 90 "${card[@]}" equality "$out/equality.json" --device cpu --images 1 --few --seconds 600
+    step equality 90 "${card[@]}" equality "$out/equality.json" --device cpu --images 2 --few --seconds 600
     step readme 60 "${privlab[@]}" attack --model cifar_vit_mjp27 --setting c --limit 1 \
       --attack patch-gradient --metrics psnr --device cpu --no-strips --out "$work/run"
   else
