@@ -42,22 +42,22 @@ def measure(name: str) -> dict[str, object] | None:
             print(f"{name}: {done.stderr.splitlines()[-1]}", flush=True)
             return None
         records = pd.read_parquet(f"{folder}/run/records")
-    told = json.loads(done.stdout)["verdicts"][0]["measure"]
-    if told["metric"] != "psnr":  # the figures are PSNR
-        print(f"{name}: its verdict is by {told['metric']}", flush=True)
+    measured = json.loads(done.stdout)["verdicts"][0]["measure"]
+    if measured["metric"] != "psnr":  # all figures of the file are in dB
+        print(f"{name}: its verdict is by {measured['metric']}, and only PSNR is kept", flush=True)
         return None
-    own = records[records.attack == told["attack"]]
+    own = records[records.attack == measured["attack"]]
     scores = own[own.geometry == own.geometry.iloc[0]].psnr.clip(upper=200.0)
     mean = float(scores.mean())
     half = float(stats.t.ppf(0.975, len(scores) - 1) * scores.sem()) if len(scores) > 1 else 0.0
     return {
         "command": command,
-        "attack": told["attack"],
+        "attack": measured["attack"],
         "images": len(scores),
-        "exact": told["exact"],
+        "exact": measured["exact"],
         "psnr": [round(value, 2) for value in (mean, mean - half, mean + half)],
-        "control": told["control"],
-        "control_psnr": round(told["control_mean"], 2),
+        "control": measured["control"],
+        "control_psnr": round(measured["control_mean"], 2),
         "seconds": float(f"{own.seconds_attack.mean():.2g}"),
     }
 

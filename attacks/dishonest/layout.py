@@ -32,6 +32,13 @@ def cosine_rows(n: int) -> Float[Tensor, "n n"]:
     return rows
 
 
+def has_class_token(model: VictimModel) -> bool:
+    """Return whether one head reads the class token, and position embeddings are learned."""
+    vit = model.vit
+    one_head = vit.global_pool == "token" and not hasattr(vit, "head_dist")
+    return one_head and vit.cls_token is not None and vit.pos_embed is not None
+
+
 def more_than_a_step(client: Client) -> str | None:
     """Return why the update of a client of Adam does not show a gradient; None if it does."""
     return None if client.total_steps == 1 else f"reads one step of Adam, and here are {client.total_steps}"
@@ -61,6 +68,6 @@ def adam_inverted(seen: Observation, names: Iterable[str]) -> dict[str, Float[Te
         if client.optimiser == "adamw":
             r = r - client.weight_decay * seen.model.vit.get_parameter(name).double()
         if float(r.abs().max()) >= 1:
-            warn(f"The gradient of {name} is not small beside ε, and Adam's step does not show its size.")
+            warn(f"The gradient of {name} is not small next to ε, and Adam's step does not show its size.")
         found[name] = client.eps * r / (1 - r.abs()).clamp(min=torch.finfo(r.dtype).eps)
     return found

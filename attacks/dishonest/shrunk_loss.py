@@ -1,4 +1,4 @@
-"""`shrunk-loss`: one image from Adam's first step, whose ε tells magnitudes where the server has shrunk the loss."""
+"""`shrunk-loss`: one image from the first step of Adam, which shows the size of gradients that are near its ε."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.dishonest.layout import adam_inverted, cosine_rows, more_than_a_step, pass_through
+from privlab.attacks.dishonest.layout import adam_inverted, cosine_rows, has_class_token, more_than_a_step, pass_through
 from privlab.base import PrivlabError
 from privlab.release import observe
 from privlab.threat import Capability, Client, Observation
@@ -82,7 +82,7 @@ class ShrunkLoss:
             PrivlabError: if the architecture has no class token or no position embeddings.
         """
         vit = model.vit
-        if vit.global_pool != "token" or vit.cls_token is None or vit.pos_embed is None or hasattr(vit, "head_dist"):
+        if not has_class_token(model):
             raise PrivlabError(
                 f"Attack '{self.name}' needs a class token that one head reads, and position embeddings. "
                 "The model has another shape."

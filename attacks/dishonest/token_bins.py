@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.dishonest.layout import adam_inverted, cosine_rows, more_than_a_step, pass_through
+from privlab.attacks.dishonest.layout import adam_inverted, cosine_rows, has_class_token, more_than_a_step, pass_through
 from privlab.base import PrivlabError
 from privlab.patches import unpatchify
 from privlab.threat import Capability, Client, Observation
@@ -221,7 +221,7 @@ def _token_gain(model: VictimModel, images: int, client: Client | None) -> float
 def _obstacle(model: VictimModel) -> str | None:
     """Return why the weights cannot be chosen for a model, or None."""
     vit = model.vit
-    if vit.global_pool != "token" or vit.cls_token is None or vit.pos_embed is None or hasattr(vit, "head_dist"):
+    if not has_class_token(model):
         return "it needs a class token that one head reads, and position embeddings"
     if vit.num_classes < 2:
         return f"it needs at least 2 classes, and the model has {vit.num_classes}"
@@ -465,8 +465,8 @@ def _images(
 def _completed(values: Float[Tensor, "t k"], lost: Float[Tensor, "l k"]) -> Float[Tensor, "t k"]:
     """Return patches with the coefficients that had no channel, where these make all pixels whole grey levels.
 
-    Pixels are rounded to levels and put back on what is known, by turns; if few coefficients are lost, from many random
-    starts. A patch for which no start ends in whole levels stays without these coefficients.
+    Each round rounds the pixels to levels, and then restores the coefficients that are known. Where few are lost, many
+    random starts are tried. A patch for which no start ends in whole levels stays without these coefficients.
     """
     if not len(lost):
         return values

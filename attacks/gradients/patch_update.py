@@ -12,7 +12,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -148,8 +148,7 @@ class PatchUpdate(Checked):
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N ≤ D + 4, or N < D behind filters, or how many entries these took, with the numbers."""
         errors = errors_of_filters(seen, (_PE, _PROJECTION))
-        filtered = any(bool(variance.any()) for of_one in errors for variance in of_one.values())
-        found = [too_many(seen) if filtered else PatchGradientPrior().beyond(seen)]
+        found = [too_many(seen) if _have_any(errors) else PatchGradientPrior().beyond(seen)]
         most = max(int(_missing(slot_rows(seen.model, of[_PE])).sum()) for of in errors)
         if most > _MOST_MISSING:
             found.append(f"{most} missing entries > {_MOST_MISSING}")
@@ -181,7 +180,7 @@ class PatchUpdate(Checked):
         # Filters that put errors on entries state their variances, and rounding is not foreseen then. Others
         # change these two parameters by a factor at most.
         scaled = scales(stack.on_gradients)
-        filtered = any(bool(variance.any()) for of_one in errors for variance in of_one.values())
+        filtered = _have_any(errors)
         # The system determines X for N < D only: pre-norm blocks ignore a constant added to a token, so that A has
         # rank D − 1 at most. Grey levels replace a few equations.
         most = seen.model.vit.embed_dim + (-1 if filtered or not self.levels else MOST_FREE)
@@ -353,6 +352,11 @@ class _Tried(NamedTuple):
         kept = {name: torch.ones_like(u, dtype=torch.bool) for name, u in update.items()}
         s = torch.tensor(scale_of(made, update, kept)).to(update[_PE])
         return cls(one, label, float(s), {name: s * u for name, u in made.items()})
+
+
+def _have_any(errors: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Return whether a filter put an error on any entry of a release, by the variances of each."""
+    return any(bool(variance.any()) for of_one in errors for variance in of_one.values())
 
 
 def _mixture(model: VictimModel, one: _Candidate, label: int | Float[Tensor, "1 y"], levels: int) -> list[_Candidate]:

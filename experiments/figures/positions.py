@@ -1,6 +1,5 @@
 """Figures of position embeddings, drawn from the records of `privlab study pe`: one file for each figure and model."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from privlab.base import PrivlabError
+from privlab.experiments.figures.studies import read_facts
 from privlab.report.figures import check_ending, write_figure
 from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, figure_style
 
@@ -26,9 +25,7 @@ def draw_positions(out: Path, kind: str = "svg") -> list[Path]:
         PrivlabError: if there is no study, or a file cannot be written.
     """
     check_ending(Path(f"figure.{kind}"))
-    if not (out / "facts.json").is_file():
-        raise PrivlabError(f"'{out}' holds no study of position embeddings (facts.json): run `privlab study pe`.")
-    facts: list[Facts] = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+    facts: list[Facts] = read_facts(out, "position embeddings", "pe")
     tables = {path.stem: pd.read_parquet(path) for path in out.glob("*.parquet")}
     figures = {"spectrum": _spectrum(facts, tables["spectrum"])}
     for number, about in enumerate(facts):

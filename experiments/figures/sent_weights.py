@@ -1,9 +1,8 @@
 """The figure of `privlab study sent-weights`: what manipulated weights leak against what the audit sees of them."""
 
-import json
 from pathlib import Path
 
-from privlab.base import PrivlabError
+from privlab.experiments.figures.studies import read_facts
 from privlab.report.figures import check_ending, write_figure
 from privlab.report.figures.style import GREY, MARKERS, PALETTE, canvas, dress, figure_style
 from privlab.runs.sent_weights import MOST_READABLE
@@ -34,9 +33,7 @@ def draw_sent_weights(out: Path, kind: str = "svg") -> Path:
     """
     path = out / f"sent_weights.{kind}"
     check_ending(path)
-    if not (out / "facts.json").is_file():
-        raise PrivlabError(f"'{out}' holds no study (facts.json): run `privlab study sent-weights`.")
-    rows = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+    rows = read_facts(out, "sent weights", "sent-weights")
     honest = max(row["readable"] for row in rows if row["kind"] in ("trained", "random", "round"))
     with figure_style():
         figure, ax = canvas()

@@ -26,7 +26,7 @@ def draw_bound(out: Path, kind: str = "svg") -> Path:
     """
     path = out / f"bound.{kind}"
     check_ending(path)
-    facts = _facts(out, "noise", "noise-bound")
+    facts = read_facts(out, "noise", "noise-bound")
     rows = [row | {"attack": row.get("attack", "identification")} for row in (*facts["attacks"], *facts["games"])]
     rows = [row for row in rows if row["releases"] == 1 and row["multiplier"] > 0]
     ends = [row["multiplier"] for row in rows]
@@ -73,7 +73,7 @@ def draw_jigsaw(out: Path, kind: str = "svg") -> Path:
     """
     path = out / f"jigsaw.{kind}"
     check_ending(path)
-    facts = _facts(out, "jigsaws", "jigsaw")
+    facts = read_facts(out, "jigsaws", "jigsaw")
     keys = list(dict.fromkeys((cell["protocol"], cell["missing"]) for cell in facts["cells"]))
     with figure_style():
         figure, ax = canvas()
@@ -112,8 +112,17 @@ def draw_jigsaw(out: Path, kind: str = "svg") -> Path:
     return path
 
 
-def _facts(out: Path, what: str, command: str) -> dict[str, Any]:
-    """Return what a study found."""
+def read_facts(out: Path, what: str, command: str) -> Any:  # noqa: ANN401
+    """Return what a study found.
+
+    Args:
+        out: folder of the study.
+        what: what it is a study of.
+        command: its name in `privlab study`.
+
+    Raises:
+        PrivlabError: if there is no study.
+    """
     path = out / "facts.json"
     if not path.is_file():
         raise PrivlabError(f"'{out}' holds no study of {what} (facts.json): run `privlab study {command}`.")

@@ -146,10 +146,10 @@ def _of_update(before: Path, after: Path, spec: Case, device: torch.device, own:
     fitted = None if diagnosis is None else diagnosis.fitted()
     if label is not None and fitted is not None:
         return _explained(audited, fitted, label)
-    one_image = diagnosis is None or diagnosis.of_any_loss
-    several = None if one_image or noisy else _as_batch(audited, found)
-    if several is not None:
-        return _of_update(before, after, several, device, audited.base)
+    if diagnosis is not None and not diagnosis.of_any_loss:
+        several = _as_batch(audited, found)
+        if several is not None:
+            return _of_update(before, after, several, device, audited.base)
     if client.optimiser == "sgd" and not seen.defense and (rate := looks_like_adam(seen)) is not None:
         warn(
             f"{source}: most weights moved equally far, as Adam or AdamW moves them: client.optimiser=sgd may be "

@@ -81,9 +81,14 @@ class ReadablePatches:
     of_batch: int
 
     @property
+    def most(self) -> int:
+        """Return the larger of both numbers."""
+        return max(self.of_one_image, self.of_batch)
+
+    @property
     def is_usual(self) -> bool:
         """Return whether no more patches are readable than trained models may have."""
-        return max(self.of_one_image, self.of_batch) <= MOST_READABLE * self.patches
+        return self.most <= MOST_READABLE * self.patches
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,8 @@ class WeightsAudit:
         layers = [each for each in self.unusual if isinstance(each, ReadablePatches)]
         said = [f"{each.name} is {each.value:.3g}" for each in self.unusual if isinstance(each, Statistic)]
         if layers:
-            worst = max(layers, key=lambda each: max(each.of_one_image, each.of_batch) / each.patches)
-            said.insert(0, f"{worst.of_one_image} of {worst.patches} patches can be read from {worst.layer}")
+            worst = max(layers, key=lambda each: each.most / each.patches)
+            said.insert(0, f"{worst.most} of {worst.patches} patches can be read from {worst.layer}")
         if said:
             return f"suspicious: do not train on these weights; {', '.join(said)}"
         return "nothing unusual was found, which does not prove that nobody chose these weights"
@@ -231,9 +236,8 @@ def _gradient_test(
         for name, layer in model.vit.named_modules():
             if isinstance(layer, nn.Linear) or layer is embedding:
                 hooks.enter_context(layer.register_forward_hook(partial(forward, name)))
-        fed = (
-            images.to(model.mean).clone().requires_grad_(True)
-        )  # so that every layer gets its δ, and no weight a .grad
+        # The gradient of the images is asked for, so that every layer gets its δ, and no weight a .grad.
+        fed = images.to(model.mean).clone().requires_grad_(True)
         labels = torch.arange(len(fed), device=fed.device) % model.classes
         torch.autograd.grad(F.cross_entropy(model(fed), labels), fed)
     return layers[::-1], of_embedding

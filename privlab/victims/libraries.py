@@ -208,8 +208,10 @@ def normalisation_beside(folder: Path) -> str | None:
     """
     path = folder / "preprocessor_config.json"
     config = read_json(path, "settings of the image processor") if path.is_file() else {}
-    if not config.get("do_normalize", "image_mean" in config):
-        return "0/1" if "do_normalize" in config else None
+    if not config.keys() & {"do_normalize", "image_mean"}:
+        return None
+    if not config.get("do_normalize", True):
+        return "0/1"
     parts = list[str]()
     for name in ("image_mean", "image_std"):
         values = config.get(name)

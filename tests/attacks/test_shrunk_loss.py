@@ -54,7 +54,7 @@ def test_gradients_that_are_not_small_beside_epsilon_are_warned_of(
     adam = privlab.Client(optimiser="adam", lr=1e-3)
     honest = privlab.observe(make(), photographs(1, 16), torch.tensor([3]), release=privlab.Update(adam))
     assert isinstance(honest, Observation)
-    with pytest.warns(match="not small beside ε"):
+    with pytest.warns(match="not small next to ε"):
         ShrunkLoss()(honest)
 
 
