@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ settings.load_profile("fixed")
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 
+os.environ |= {"COLUMNS": "80", "LINES": "24"}  # what the workers of `-n` have: one process wraps its lines as they do
 sys.path.insert(0, str(ROOT))  # the tests try the clone that they are in, also where a copy of privlab is installed
 
 

@@ -196,7 +196,7 @@ def test_a_forced_one_is_held_against_each_image(attack: Callable[..., Any], rec
     forced = ("--gradient-batch", 2, "--force", "--block", "stock", "--limit", 2)
     done = attack("--attack", "patch-gradient", *forced, "--details")
     assert done.status == 0
-    assert "; 2 images in one gradient; FORCED: " in done.out
+    assert "; 2 images in one gradient; FORCED: " in " ".join(done.out.split())
     frame = records()
     mixed = frame[(frame.attack == "patch-gradient") & (frame.geometry == "in_place")]
     assert mixed.batch_images.tolist() == [2, 2]
