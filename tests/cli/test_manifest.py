@@ -325,7 +325,7 @@ def test_members_stand_on_the_page(
     attack(*FAST, "--manifest", path)
     page = tmp_path / "page.html"
     assert cli("report", tmp_path / "run", "--out", page).status == 0
-    assert "<p>Members apart, as the manifest states them (PSNR, " in page.read_text()
+    assert "<p>Members and others, as the manifest states them (PSNR, " in page.read_text()
     assert "; unknown: april " in page.read_text()
 
 

@@ -16,7 +16,6 @@ def test_defenses_stack_and_take_options(attack: Callable[..., Any], records: Ca
     assert set(made.defense) == {"low-pass+jigsaw"}
     assert set(made.release) == {"gradients"}
     assert json.loads(made.defense_params[0]) == {"low-pass": {"radius": 0.2}, "jigsaw": {"gamma": 1.0}}
-    assert "LowPass(radius=0.2) + Jigsaw(gamma=1.0, per='batch')" in result.out
 
 
 @pytest.mark.slow

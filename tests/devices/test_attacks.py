@@ -88,6 +88,8 @@ DOWNLOADS = {
     "attacks/rows/reassembly.py:_links",
     "attacks/baselines/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
     "attacks/decoders/networks.py:reconstruct",
+    "attacks/dishonest/shrunk_loss.py:__call__",  # the labels, all at once, by which Python takes a gradient each
+    "attacks/dishonest/token_bins.py:joined",  # the gradients of the layers, which are read in float64
     "privlab/training/kept.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:_distinct",
     "attacks/tokens/equations.py:separate",  # the ranks of the gradients, once

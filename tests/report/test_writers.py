@@ -485,8 +485,8 @@ def documents() -> dict[str, str]:
         "nasty": to_latex(nasty, LAYOUT, title=NASTY, source=NASTY, remarks=(NASTY,), standalone=True),
         "large": to_latex(many, wide, standalone=True),
         "empty": to_latex([], LAYOUT, standalone=True),
-        "fragment": "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\begin{table}"
-        "\\input{part}\\end{table}\\end{document}",
+        "fragment": "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}"
+        "\\input{part}\\end{document}",
     }
 
 
