@@ -150,8 +150,8 @@ def test_hostile_names_are_only_text(page: Callable[[Results], _Read], page_resu
     tags = {tag for tag, _ in read.elements}
     assert tags == {tag for tag, _ in plain.elements}
     assert not [key for _, attributes in read.elements for key in attributes if key.startswith("on")]
-    assert [tag for tag, _ in read.elements].count("img") == 2
-    assert [tag for tag, _ in read.elements].count("script") == 2 + 4
+    for tag in ("img", "script"):
+        assert [name for name, _ in read.elements].count(tag) == [name for name, _ in plain.elements].count(tag) > 0
     assert evil in read.text
 
 
