@@ -9,14 +9,17 @@ make the same calls: float64 with the precision of float32, and seeds in place o
 import importlib.util
 import io
 import json
+import os
 import pickle
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -166,11 +169,18 @@ class Plugin:
             _refuse(f"an answer that cannot be read ({type(error).__name__})")
 
     def close(self) -> None:
-        """End the process; the next call starts another one."""
+        """End the process; the next call starts another one.
+
+        Nothing is read to its end: what the process started, bubblewrap's own child too, may hold the pipe open.
+        """
         if (process := self._process) is not None:
             self._process = None
-            process.kill()
-            process.communicate()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+            process.wait()
 
     def stand_ins(self) -> dict[str, type[Any]]:
         """Return a class for each dataclass of the plug-in, by its name, which asks the process for everything."""

@@ -1,5 +1,6 @@
 """Tricks of an entry do not raise its score: truth, metrics and other calls are out of its reach."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -168,6 +169,20 @@ def test_a_subclass_of_tensors_comes_as_a_plain_tensor(kinds: dict[str, Any], se
 def test_what_a_defense_may_not_release_is_refused(kinds: dict[str, Any], what: str) -> None:
     with pytest.raises(PrivlabError, match="plug-in"):
         kinds["Sends"](what=what).release({"w": torch.ones(2, 8)}, [torch.Generator(), torch.Generator()])
+
+
+def test_a_process_ends_where_another_one_holds_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bubblewrap's own child does so where it is killed before it could ask to die with its parent."""
+    os.mkfifo(tmp_path / "gate")
+    script = f"PATH={os.environ['PATH']}; setsid cat {tmp_path / 'gate'} & cat"
+    monkeypatch.setattr(plugin_process, "_command", lambda: ["/bin/sh", "-c", script])
+    made = Plugin("")
+    made._started()
+    with (tmp_path / "gate").open("w"):  # it waits until the other process reads, and lets that end
+        closing = threading.Thread(target=made.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
 
 
 def test_admission_and_a_measured_run_look_the_same_to_a_defense(kinds: dict[str, Any]) -> None:
