@@ -61,6 +61,8 @@ _MOST_MISSING = 6000
 
 _MOST_OPEN = 16  # the largest N − D for which grey levels are tried: memory grows with D N²
 
+_HARD = 0.95  # the least share of a label's largest class that counts as a label of one class
+
 _MIXINGS = 4  # times that the shares of two mixed images and their pixels are renewed
 
 _ROUNDS, _STEPS = 8, 60  # the most Gauss-Newton steps on missing entries, and steps of conjugate gradients in each
@@ -272,6 +274,8 @@ class PatchUpdate(Checked):
         has_bias = "head.bias" in moved
         labels = [int(moved["head.bias"].argmin())] if has_bias else labels_that_rise(model, moved, found[0].image)
         is_soft = has_bias and not scaled and _rises(model, client, update, moved["head.bias"]) > 1
+        may_mix = has_bias and client.is_of_class and client.sent_as == "float32" and not client.label_smoothing
+        may_mix &= not (is_soft or scaled or is_open)
 
         def targets(image: Float[Tensor, "1 c h w"]) -> list[Any]:
             """Return the labels to try for an image: the soft one that the head shows with it, where there is one."""
@@ -298,9 +302,22 @@ class PatchUpdate(Checked):
             tried = [_Tried.of(model, client, update, one, y, scaled) for one in found for y in targets(one.image)]
             offs = [_distance(each.made, update, deviations) for each in tried]
             off, now = min(zip(offs, tried, strict=True), key=lambda of: of[0])
+            # In a mixture a class whose probability exceeds its share has a rising bias, so that
+            # one class is left, which does not explain the head.
+            if may_mix and _residual(now.made, update, ["head.bias"]) >= EXPLAINED_RESIDUAL:
+                soft = soft_targets(seen, now.candidate.image)
+                is_soft = soft is not None and float(soft.max()) < _HARD
+            if may_mix and is_soft:
+                may_mix = False
+                continue
+            may_mix = False
             # If the filter left out the head and no tried label explains the embedding's
             # update, the label is none of these.
-            if not has_bias and len(labels) > 1 and _residual(now.made, update) >= EXPLAINED_RESIDUAL:
+            if (
+                not has_bias
+                and len(labels) > 1
+                and _residual(now.made, update, [_PE, _PROJECTION]) >= EXPLAINED_RESIDUAL
+            ):
                 break
             # Rounding of steps as large as an ulp cannot be foreseen, so a later round may be
             # worse. Distance 0 is bit for bit.
@@ -400,12 +417,10 @@ def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviatio
     return sum(float(part.nan_to_num().sum()) for part in parts)
 
 
-def _residual(made: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> float:
-    """Return the relative distance of two updates of the embedding."""
-    off, size = (
-        sum(float(part.double().square().sum()) for part in parts)
-        for parts in ([made[n] - update[n] for n in (_PE, _PROJECTION)], [update[n] for n in (_PE, _PROJECTION)])
-    )
+def _residual(made: Mapping[str, Tensor], update: Mapping[str, Tensor], names: Sequence[str]) -> float:
+    """Return the relative distance of two updates of the named parameters."""
+    off = sum(float((made[name] - update[name]).double().square().sum()) for name in names)
+    size = sum(float(update[name].double().square().sum()) for name in names)
     return math.sqrt(off / size) if size else math.inf
 
 

@@ -331,9 +331,14 @@ def test_grey_levels_replace_missing_equations(photographs: Callable[[int, int],
 
 
 @pytest.mark.slow
-def test_a_mixture_of_two_images_is_not_rounded_to_grey_levels(photographs: Callable[[int, int], Tensor]) -> None:
-    """MixUp's shares follow from its soft label, and its pixels lie on the levels that these shares leave."""
+@pytest.mark.parametrize("favour", [0.0, 4.0])
+def test_a_mixture_of_two_images_is_not_rounded_to_grey_levels(
+    favour: float, photographs: Callable[[int, int], Tensor]
+) -> None:
+    """MixUp's shares follow from its soft label, also where the model is surer of a class than its share is large."""
     model, pair = small_vit(32, 48), (photographs(2, 32) * 255).round().float() / 255
+    with torch.no_grad():
+        model.vit.head.bias[2] = favour  # 4 gives a probability of about 0.9, above the share of 0.7
     mixed, label = 0.7 * pair[:1] + 0.3 * pair[1:], torch.zeros(1, 7)
     label[0, 2], label[0, 5] = 0.7, 0.3
     data = ClientData(mixed, label, torch.Generator().manual_seed(0))
