@@ -191,7 +191,7 @@ def audit_of_round(
     """
     few = max(math.ceil(_ENOUGH / model.vit.patch_embed.num_patches), _FEWEST_IMAGES)
     found = audit_sent_weights(model, images[: min(few, MOST_IMAGES)], last)
-    if found.suspicious and min(few, len(images)) < MOST_IMAGES:
+    if found.suspicious and few < min(len(images), MOST_IMAGES):
         return audit_sent_weights(model, images[:MOST_IMAGES], last)
     return found
 
