@@ -381,6 +381,24 @@ def sent_weights(figures: str, out: Path, as_json: bool, **options: Any) -> None
         err.print(f"figure: {path}", markup=False)
 
 
+@study.command("honest-weights")
+@click.option("--images", default="samples", show_default=True, help="samples, a folder, a data set.")
+@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Use every K-th image.")
+@click.option(
+    "--offset", type=click.IntRange(min=0), default=0, show_default=True, help="Leave out the first J images."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study, which is resumed.")
+@common
+def honest_weights(out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Measure how often the audit of a server's weights refuses those of honest rounds of training."""
+    from privlab.experiments.methods.honest_weights import HonestWeightsStudy, summary
+
+    with warned():
+        rows = HonestWeightsStudy(**options)(out)
+    print_rows(summary(rows), as_json=as_json)
+
+
 @study.command("federation")
 @click.option("--model", type=VICTIM, required=True, help="The model that the clients train.")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from privlab.attacks.registry import attacks as installed_attacks
@@ -173,17 +173,17 @@ class SentWeightsStudy:
         base = victim("cifar_vit")
         images = self._batch(base)
         for name in ZOO:
-            yield _row("trained", name, audit_sent_weights(victim(name).model, images))
+            yield audit_row("trained", name, audit_sent_weights(victim(name).model, images))
         if self.weights is not None:
             trained = victim("vit_ti", weights=self.weights)
-            yield _row("trained", "vit_ti", audit_sent_weights(trained.model, self._batch(trained)))
+            yield audit_row("trained", "vit_ti", audit_sent_weights(trained.model, self._batch(trained)))
         for name, manipulation in MANIPULATIONS.items():
             yield _manipulated("attack", name, base.model, manipulation, images, 1.0)
         for name, kind in installed_attacks().items():
             if Capability.CHOOSES_WEIGHTS in kind.requires:
                 server: Any = kind()
                 model = with_chosen_weights(base.model, server, len(images), Client(optimiser="adamw"))
-                yield _row("attack", name, audit_sent_weights(model, images)) | {"x": 1.0}
+                yield audit_row("attack", name, audit_sent_weights(model, images)) | {"x": 1.0}
         for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
             for name in ("bins", "traps", "places"):
                 mixing = _mixed(MANIPULATIONS[name], strength)
@@ -201,7 +201,7 @@ class SentWeightsStudy:
         yield from self._rounds(images)
         for name in _ARCHITECTURES:
             drawn = victim(f"timm:{name}", weights="random", img_size=64, classes=10)
-            yield _row("random", name, audit_sent_weights(drawn.model, self._batch(drawn)))
+            yield audit_row("random", name, audit_sent_weights(drawn.model, self._batch(drawn)))
 
     def _batch(self, base: Victim) -> Float[Tensor, "b c h w"]:
         return batch_of(open_images(self.images), base.preprocessing, self.limit).images
@@ -214,15 +214,31 @@ class SentWeightsStudy:
                 model = copy.deepcopy(base.model)
                 draw = draw_for(0, f"{start} {number}", "rounds")
                 for place in range(_ROUNDS):
-                    before = {name: p.detach().clone() for name, p in model.vit.named_parameters()}
-                    chosen = torch.randperm(len(images), generator=draw)[: client.images]
-                    data = ClientData(images[chosen], chosen % model.classes, draw)
-                    with torch.no_grad():
-                        for name, moved in run_client(model, client, data).items():
-                            model.vit.get_parameter(name).add_(moved)
+                    before = train_round(model, client, images, torch.arange(len(images)) % model.classes, draw)
                     found = audit_sent_weights(model, images, before)
                     said = f"{start}, {client.optimiser} {client.lr:g}, round {place + 1}"
-                    yield _row("round", said, found)
+                    yield audit_row("round", said, found)
+
+
+def train_round(
+    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], draw: Generator
+) -> dict[str, Tensor]:
+    """Train a model as an honest client of a round does, and return its weights before.
+
+    Args:
+        model: the model, which is changed.
+        client: the client, whose `images` are chosen at random.
+        images: photographs in [0, 1].
+        labels: their classes.
+        draw: chooses the images and their order.
+    """
+    before = {name: p.detach().clone() for name, p in model.vit.named_parameters()}
+    chosen = torch.randperm(len(images), generator=draw)[: client.images]
+    data = ClientData(images[chosen], labels[chosen], draw)
+    with torch.no_grad():
+        for name, moved in run_client(model, client, data).items():
+            model.vit.get_parameter(name).add_(moved)
+    return before
 
 
 def _mixed(manipulation: Manipulation, strength: float) -> Manipulation:
@@ -244,7 +260,7 @@ def _manipulated(
     """Return the row of manipulated weights: half of the images are the server's, the other half is attacked."""
     model, half = copy.deepcopy(base), len(images) // 2
     manipulation(model, images[:half])
-    row = _row(kind, name, audit_sent_weights(model, images[half:])) | {"x": x}
+    row = audit_row(kind, name, audit_sent_weights(model, images[half:])) | {"x": x}
     errors = _reading_errors(model, images[half:])
     return row | {"read": _share(errors <= 0.1), "recognisable": _share(errors <= 0.3)}
 
@@ -269,8 +285,14 @@ def _reading_errors(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Flo
     return (1 - cosines.square()).clamp(min=0).sqrt()
 
 
-def _row(kind: str, name: str, found: WeightsAudit) -> dict[str, Any]:
-    """Return what an audit found as a row."""
+def audit_row(kind: str, name: str, found: WeightsAudit) -> dict[str, Any]:
+    """Return what an audit found as a row of the study.
+
+    Args:
+        kind: what weights they are, such as "round".
+        name: their name.
+        found: the audit.
+    """
     by_test = any(not each.is_usual for each in found.layers)
     by_statistics = any(not each.is_usual for each in found.statistics)
     readable = max(max(each.of_one_image, each.of_batch) / each.patches for each in found.layers)

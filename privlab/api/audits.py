@@ -16,7 +16,7 @@ from privlab.grids import specify
 from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
-from privlab.runs.sent_weights import WeightsAudit, audit_sent_weights
+from privlab.runs.sent_weights import WeightsAudit, audit_of_round, audit_sent_weights
 from privlab.threat import Client
 from privlab.victims import Victim, read_state, save, victim
 from privlab.victims.layouts import choose, from_any_layout
@@ -135,7 +135,7 @@ def audit_weights(
         model: the federation's model, as in `audit_update`.
         last: the weights of the last round, with which they are compared; None if they are not known.
         images: images of the client, as in `attack`; their gradient is computed and tested, and does not leave.
-        limit: the most images that are used; None for all.
+        limit: how many images are used; None for two or more, which have 128 patches, and for eight if they show any.
         device: "auto", "cpu", "cuda" or "cuda:N".
         options: img_size, classes, normalisation, as `privlab.victim` takes them.
 
@@ -157,6 +157,8 @@ def audit_weights(
     batch = given_batch(own, images)
     if batch.failed:
         raise PrivlabError(f"{batch.failed[0].name} cannot be used. {batch.failed[0].problem}")
+    if limit is None:
+        return audit_of_round(own.model, batch.images, before)
     return audit_sent_weights(own.model, batch.images[:limit], before)
 
 

@@ -133,7 +133,7 @@ def features(
 @cloup.option_group(
     "Data",
     option.images(help="Images of the client, whose gradient is tested: samples, a folder, or files."),
-    option.limit(help="Use the first N images.", default=14),
+    option.limit(help="Use the first N images.  [default: two, and eight if these are suspicious]"),
     cloup.option("--reference-weights", type=names.PATH, help="The weights of the last round.", metavar="FILE"),
 )
 @cloup.option_group(

@@ -25,7 +25,7 @@ from privlab.release.explained import explained_share
 from privlab.release.labels import label_of_update
 from privlab.release.update_files import update_between
 from privlab.runs.client_fit import decay_shown
-from privlab.runs.sent_weights import audit_sent_weights
+from privlab.runs.sent_weights import MOST_IMAGES, audit_of_round
 from privlab.runs.update_diagnosis import fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
 from privlab.victims import Victim, VictimModel
@@ -37,9 +37,6 @@ LEAKS = "an image of the client can be reconstructed from it"
 
 UNEXPLAINED = "no single image explains it with these settings, which other settings and several images may do"
 """Why a small explained share means nothing."""
-
-TESTED_IMAGES = 8
-"""How many images the test of a server's weights uses at most, so that it costs a few steps of training."""
 
 _STRUCTURE = 0.5
 """The least share of an image's variance that a reconstruction of other contrasts must have, as ρ².
@@ -153,7 +150,7 @@ class OwnUpdateAudit:
         if not taken:
             raise PrivlabError(f"An audit needs the weights by timm's names. Found {first([*sent], 3) or 'none'}.")
         self._take(taken)
-        audit = audit_sent_weights(self.model, images[:TESTED_IMAGES])
+        audit = audit_of_round(self.model, images)
         return f"the server's weights are {audit.verdict}" if audit.suspicious else None
 
     def __call__(
@@ -262,7 +259,7 @@ class OwnUpdateAudit:
 
 def sample_images(made: Victim) -> Float[Tensor, "b c h w"]:
     """Return bundled photographs as a victim is fed them, on which weights are tested where no others are given."""
-    return batch_of(open_images("samples", limit=TESTED_IMAGES), made.preprocessing).images
+    return batch_of(open_images("samples", limit=MOST_IMAGES), made.preprocessing).images
 
 
 def write_line(path: Path, line: Mapping[str, object]) -> None:

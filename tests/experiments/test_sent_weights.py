@@ -11,6 +11,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.experiments.figures.sent_weights import draw_sent_weights
+from privlab.experiments.methods import honest_weights
 from privlab.experiments.methods import sent_weights as study
 from privlab.runs.sent_weights import audit_sent_weights
 from privlab.victims import victim
@@ -32,7 +33,7 @@ def test_rows_say_what_the_server_reads_and_what_the_audit_counts(
     photographs: Callable[[int, int], Tensor], tmp_path: Path
 ) -> None:
     base, images = victim("cifar_vit").model, photographs(6, 32)
-    honest = study._row("trained", "cifar_vit", audit_sent_weights(base, images))
+    honest = study.audit_row("trained", "cifar_vit", audit_sent_weights(base, images))
     bins = study._manipulated("steepness", "bins", base, study.bins, images, study.STEEP)
     assert (honest["by_test"], honest["by_statistics"], bins["by_test"], bins["by_statistics"]) == (False,) * 2 + (
         True,
@@ -45,3 +46,20 @@ def test_rows_say_what_the_server_reads_and_what_the_audit_counts(
         draw_sent_weights(tmp_path)
     (tmp_path / "facts.json").write_text(json.dumps([honest, bins]), encoding="utf-8")
     assert draw_sent_weights(tmp_path).stat().st_size > 1000
+
+
+def test_the_study_of_honest_weights_resumes_and_states_the_interval(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(honest_weights, "_STARTS", ("cifar_vit",))
+    monkeypatch.setattr(honest_weights, "_CLIENTS", honest_weights._CLIENTS[-1:])
+    monkeypatch.setattr(honest_weights, "_ROUNDS", 2)
+    monkeypatch.setattr(honest_weights, "_ARCHITECTURES", ())
+    rows = honest_weights.HonestWeightsStudy()(tmp_path)
+    assert [row["name"] for row in rows] == ["cifar_vit, client 0, round 1", "cifar_vit, client 0, round 2"]
+    assert rows[0]["loss"] > rows[1]["loss"]  # it trains
+    monkeypatch.setattr(honest_weights, "_rounds", lambda *_: pytest.fail("it ran once more"))
+    assert honest_weights.HonestWeightsStudy()(tmp_path) == rows
+    line = honest_weights.summary([rows[0] | {"by_test": False, "by_statistics": False}] * 370)[-1]
+    assert (line["number"], line["refused"]) == ("370", "0")
+    assert line["95 % interval of the share"] == "0.00 to 0.99 %"  # 1 − 0.025^(1 / 370)

@@ -239,6 +239,20 @@ def test_a_client_does_not_train_on_weights_that_somebody_chose(
     assert "seconds_round" in lines_of(tmp_path)[1]  # it trained
 
 
+def test_bundled_photographs_are_decoded_only_where_the_client_gives_none(
+    vit: VisionTransformer,
+    trains: Callable[..., Any],
+    sent: Any,
+    tmp_path: Path,
+    photographs: Callable[[int, int], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("privlab.flower.mods.sample_images", lambda made: pytest.fail("they were decoded"))
+    AuditMod(vit, SGD, tmp_path, images=lambda _: photographs(1, 64))(sent, CONTEXT, trains)
+    AuditMod(vit, SGD, tmp_path, check_weights=False)(sent, CONTEXT, trains)
+    assert len(lines_of(tmp_path)) == 2
+
+
 def test_a_client_does_not_train_on_weights_that_cannot_be_audited(
     vit: VisionTransformer, tmp_path: Path, photographs: Callable[[int, int], Tensor]
 ) -> None:

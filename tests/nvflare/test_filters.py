@@ -120,6 +120,19 @@ def test_a_client_does_not_train_on_weights_that_somebody_chose(
     passes(AuditFilter(vit, Client(lr=0.01), str(tmp_path), check_weights=False), context, IN, FULL, bins)
 
 
+def test_bundled_photographs_are_decoded_only_where_the_client_gives_none(
+    vit: VisionTransformer,
+    context: FLContext,
+    tmp_path: Path,
+    photographs: Callable[[int, int], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("privlab.nvflare.filters.sample_images", lambda made: pytest.fail("they were decoded"))
+    state = dict(vit.state_dict())
+    passes(AuditFilter(vit, Client(lr=0.01), str(tmp_path), lambda: photographs(1, 64)), context, IN, FULL, state)
+    passes(AuditFilter(vit, Client(lr=0.01), str(tmp_path), check_weights=False), context, IN, FULL, state)
+
+
 def test_an_audit_without_images_needs_one_image(vit: VisionTransformer, tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match=r"needs client\.images=1"):
         AuditFilter(vit, Client(images=2), str(tmp_path))

@@ -101,22 +101,58 @@ def test_a_rotation_of_the_channels_hides_rows_and_not_the_combination() -> None
         assert sent_weights._of_embedding(each, patches)["isolated patches / channels"] == 30 / 40
 
 
-@given(st.integers(0, 99), st.integers(2, 9), st.floats(0.1, 10))
-def test_purity_is_that_of_rows_whatever_their_order_and_scale(seed: int, tokens: int, scale: float) -> None:
+@given(st.integers(0, 99), st.integers(1, 3), st.integers(1, 4), st.floats(0.1, 10))
+def test_a_pure_token_has_nine_tenths_of_a_row_or_of_a_difference(
+    seed: int, images: int, tokens: int, scale: float
+) -> None:
+    """The shares of all tokens, row by row; neurons are in another order and scale, which changes nothing."""
     draw = torch.Generator().manual_seed(seed)
-    parts = torch.randn(tokens, 5, generator=draw)
-    purity = sent_weights._purity(parts)
-    other = scale * parts[:, torch.randperm(5, generator=draw)]
-    assert torch.allclose(sent_weights._purity(other), purity, atol=1e-6)
-    parts[0, 0], parts[1:, 0] = 1.0, 0.0
-    assert sent_weights._purity(parts)[0] == 1
+    parts = torch.randn(images * tokens, 5, generator=draw).pow(3)  # so that some tokens outweigh the others
+    parts += 0.01 * parts.sign()  # no row is faint
+
+    def shares(rows: Tensor, of: slice) -> Tensor:
+        both = rows, rows[:, rows.abs().sum(0).argsort()].diff(dim=1)
+        return torch.cat([terms[of].abs() / terms[of].abs().sum(0) for terms in both], 1).amax(1)
+
+    alone, of_batch = sent_weights._pure(scale * parts[:, torch.randperm(5, generator=draw)], tokens)
+    assert torch.equal(of_batch, shares(parts, slice(None)) >= PURE)
+    few = [shares(parts, slice(i * tokens, (i + 1) * tokens)) for i in range(images)]
+    assert torch.equal(alone, torch.cat(few) >= PURE)
 
 
-def test_a_model_of_another_round_is_compared_with_the_last_one(cifar: Victim) -> None:
+@given(st.integers(0, 99), st.floats(0.0, 0.5))
+def test_a_sketch_keeps_parallel_rows_and_makes_no_others(seed: int, noise: float) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    row = torch.randn(1, 700, generator=draw)
+    rows = torch.cat([row, -3 * row, row + noise * torch.randn(1, 700, generator=draw)])
+    whole, sketched = (F.normalize(each) @ F.normalize(each).mT for each in (rows, sent_weights._sketch(rows)))
+    assert sketched[0, 1] == pytest.approx(-1, abs=1e-5)
+    assert torch.allclose(sketched, whole, atol=0.2)
+    assert torch.equal(sent_weights._sketch(rows[:, :20]), rows[:, :20])
+
+
+@pytest.mark.parametrize(("size", "tested"), [(32, 2), (16, 8), (8, 8)])
+def test_as_few_images_are_tested_as_have_128_patches(
+    size: int, tested: int, photographs: Callable[[int, int], Tensor]
+) -> None:
+    vit = VisionTransformer(img_size=size, patch_size=4, depth=1, embed_dim=24, num_heads=3, num_classes=10)
+    found = sent_weights.audit_of_round(victim(vit).model, photographs(9, size))
+    assert {layer.patches for layer in found.layers} == {tested * (size // 4) ** 2}
+
+
+def test_what_few_images_show_is_confirmed_by_more(cifar: Victim, images: Tensor) -> None:
+    honest = sent_weights.audit_of_round(cifar.model, images)
+    chosen = sent_weights.audit_of_round(manipulated(cifar, images, "traps"), images)
+    assert (honest.suspicious, chosen.suspicious) == (False, True)
+    assert (honest.layers[0].patches, chosen.layers[0].patches) == (2 * 64, len(images) * 64)
+
+
+def test_the_change_since_the_last_round_is_shown_and_refuses_nothing(cifar: Victim) -> None:
     last = {name: tensor.clone() for name, tensor in cifar.model.vit.state_dict().items()}
     last["blocks.1.mlp.fc2.weight"] /= 10
     audit = privlab.audit_weights(cifar.model.vit, model="cifar_vit", last=last, limit=1)
-    (change,) = (each for each in audit.unusual if getattr(each, "name", "") == "change since the last round")
+    (change,) = (each for each in audit.statistics if each.name == "change since the last round")
+    assert not audit.suspicious
     assert change.value == pytest.approx(9, rel=1e-5)  # (10 − 1) W₀ over W₀
 
 
