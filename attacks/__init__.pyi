@@ -18,6 +18,7 @@ from .breaching.shipped import BreachingTag as BreachingTag
 from .breaching.shipped import BreachingWei as BreachingWei
 from .dishonest.shrunk_loss import ShrunkLoss as ShrunkLoss
 from .dishonest.token_bins import TokenBins as TokenBins
+from .dishonest.transparent_backbone import TransparentBackbone as TransparentBackbone
 from .features.border_jigsaw import BorderJigsaw as BorderJigsaw
 from .features.class_token_key import ClassTokenKey as ClassTokenKey
 from .features.column_statistics import ColumnStatistics as ColumnStatistics

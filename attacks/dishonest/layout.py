@@ -1,13 +1,14 @@
 """What attacks of a dishonest server share: weights that pass tokens on unchanged, and Adam's first step, inverted."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import warn
+from privlab.release import observe
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
 
@@ -24,12 +25,87 @@ def pass_through(model: VictimModel) -> dict[str, Tensor]:
     return state
 
 
+def layer_of(state: Mapping[str, Tensor], path: str) -> Tensor:
+    """Return the matrix of a layer, which LoRA keeps as that of its `base_layer`."""
+    return state[f"{path}.weight"] if f"{path}.weight" in state else state[f"{path}.base_layer.weight"]
+
+
+def last_reads_mean(state: dict[str, Tensor], blocks: int, direction: Float[Tensor, " d"], gain: float) -> None:
+    """Let the last attention, which is uniform, add a multiple of the tokens' mean v·u to channel D − 1.
+
+    Args:
+        state: the weights, which are changed.
+        blocks: L, the number of blocks.
+        direction: v.
+        gain: the multiple.
+    """
+    D, last = len(direction), f"blocks.{blocks - 1}.attn"
+    layer_of(state, f"{last}.qkv")[2 * D] = direction
+    state[f"{last}.proj.weight"][D - 1, 0] = gain
+
+
+def gradient_of(model: VictimModel, image: Float[Tensor, "1 c h w"], label: int, name: str) -> Tensor:
+    """Return the gradient of one parameter for an image of the adversary's own.
+
+    Args:
+        model: the model that the clients got.
+        image: the image, in [0, 1].
+        label: its class index.
+        name: timm's name of the parameter.
+    """
+    return observe(model, image, torch.tensor([label]), [name]).gradients[name][0]
+
+
+def shrink_head(model: VictimModel, state: dict[str, Tensor], names: Iterable[str], largest: float) -> None:
+    """Scale the head so that the gradients of some parameters, which are linear in a small head, have a given size.
+
+    Args:
+        model: a copy of the model, which gets the weights.
+        state: the weights, of which `head.weight` is changed.
+        names: the parameters.
+        largest: the largest gradient for white noise, such as a share of Adam's ε.
+    """
+    with torch.no_grad():
+        for name, parameter in model.vit.named_parameters():
+            parameter.copy_(state[name])
+    noise = torch.rand(1, *model.image_shape, generator=torch.Generator().manual_seed(0)).to(model.mean)
+    found = max(float(gradient_of(model, noise, 0, name).abs().max()) for name in names)
+    state["head.weight"] *= largest / found
+
+
+def points_on_sphere(n: int) -> Float[Tensor, "n 3"]:
+    """Return n points of the unit sphere, along a spiral that spreads them evenly."""
+    i = torch.arange(n, dtype=torch.float64) + 0.5
+    height, turn = 1 - 2 * i / n, math.pi * (1 + math.sqrt(5)) * i
+    radius = (1 - height.square()).sqrt()
+    return torch.stack([radius * turn.cos(), radius * turn.sin(), height], 1)
+
+
+def nearest_angle(points: Float[Tensor, "n 3"]) -> float:
+    """Return the least 1 − cos of the angle of two different points of the unit sphere; 1 for a single point."""
+    apart = 1 - points @ points.T
+    return float(apart.fill_diagonal_(math.inf).min()) if len(points) > 1 else 1.0
+
+
 def cosine_rows(n: int) -> Float[Tensor, "n n"]:
     """Return the orthonormal matrix of the discrete cosine transform of n values; row 0 is constant."""
     k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
     rows = torch.cos(math.pi * (2 * i + 1) * k / (2 * n)) * math.sqrt(2 / n)
     rows[0] /= math.sqrt(2)
     return rows
+
+
+def patch_transform(channels: int, patch: int) -> Float[Tensor, "k k"]:
+    """Return an orthonormal transform of a patch, its rows from large to small variance in photographs.
+
+    Row 0 is the mean. Variance falls with the square of the frequency, and colour has about a tenth of that of grey.
+    """
+    rows, colours = cosine_rows(patch), cosine_rows(channels)
+    whole = torch.kron(colours, torch.kron(rows, rows))
+    u = torch.arange(patch, dtype=torch.float64)
+    frequency = 1 + (u[:, None] ** 2 + u**2).flatten()
+    colour = torch.tensor([1.0] + [8.0 + i for i in range(channels - 1)], dtype=torch.float64)
+    return whole[(colour[:, None] * frequency).flatten().argsort(stable=True)]
 
 
 def has_class_token(model: VictimModel) -> bool:

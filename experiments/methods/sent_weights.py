@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from privlab.attacks.registry import attacks as installed_attacks
 from privlab.base import draw_for, full_precision, write_whole
-from privlab.evaluation import batch_of
+from privlab.evaluation import batch_of, unread
 from privlab.evaluation.observing import with_chosen_weights
 from privlab.images import open_images
 from privlab.release import run_client
@@ -179,10 +179,11 @@ class SentWeightsStudy:
             yield _row("trained", "vit_ti", audit_sent_weights(trained.model, self._batch(trained)))
         for name, manipulation in MANIPULATIONS.items():
             yield _manipulated("attack", name, base.model, manipulation, images, 1.0)
+        client = Client(optimiser="adamw")
         for name, kind in installed_attacks().items():
-            if Capability.CHOOSES_WEIGHTS in kind.requires:
+            if Capability.CHOOSES_WEIGHTS in kind.requires and unread(kind, client) is None:
                 server: Any = kind()
-                model = with_chosen_weights(base.model, server, len(images), Client(optimiser="adamw"))
+                model = with_chosen_weights(base.model, server, len(images), client)
                 yield _row("attack", name, audit_sent_weights(model, images)) | {"x": 1.0}
         for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
             for name in ("bins", "traps", "places"):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import privlab
-from privlab.attacks.dishonest.token_bins import TokenBins, _completed, _Plan, _transform
+from privlab.attacks.dishonest.layout import patch_transform
+from privlab.attacks.dishonest.token_bins import TokenBins, _completed, _Plan
 from privlab.base import PrivlabError
 from privlab.evaluation import as_read, unread
 from privlab.metrics import assign_images, psnr
@@ -126,7 +127,7 @@ def test_more_tokens_than_neurons_and_wide_patches_are_beyond_its_range(
 
 def test_few_lost_coefficients_follow_from_whole_grey_levels(photographs: Callable[[int, int], Tensor]) -> None:
     patches = patchify(photographs(4, 64).double() * 2 - 1, 16).flatten(0, 1)
-    rows = _transform(3, 16)
+    rows = patch_transform(3, 16)
     known = patches @ rows[:-8].T @ rows[:-8]
     made = _completed(known, rows[-8:])
     off = ((known - patches).abs().amax(1) * 127.5, (made - patches).abs().amax(1) * 127.5)
