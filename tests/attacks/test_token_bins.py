@@ -12,13 +12,14 @@ import privlab
 from privlab.attacks.dishonest.layout import patch_transform
 from privlab.attacks.dishonest.token_bins import TokenBins, _completed, _Plan
 from privlab.base import PrivlabError
+from privlab.defenses import Mjp
 from privlab.evaluation import as_read, unread
 from privlab.metrics import assign_images, psnr
 from privlab.patches import patchify
 from privlab.threat import Observation, Reconstruction
 
 
-def make(size: int = 16, **options: Any) -> privlab.Victim:
+def make(size: int = 16, unknown_pe: str | None = None, **options: Any) -> privlab.Victim:
     """Return a random ViT with patches of 4 × 4 pixels, K = 48, and D = 64."""
     given: dict[str, Any] = {
         "img_size": size,
@@ -29,7 +30,8 @@ def make(size: int = 16, **options: Any) -> privlab.Victim:
         "num_classes": 10,
     }
     torch.manual_seed(0)
-    return privlab.victim(timm.create_model("vit_tiny_patch16_224", **(given | options)), normalisation="imagenet")
+    made = timm.create_model("vit_tiny_patch16_224", **(given | options))
+    return privlab.victim(made, normalisation="imagenet", unknown_pe=unknown_pe)
 
 
 def released(victim: privlab.Victim, images: Tensor, together: int | None = None) -> Observation:
@@ -81,6 +83,16 @@ def test_updates_of_one_step_are_exact(client: privlab.Client, photographs: Call
     read = as_read(TokenBins(), seen)
     assert isinstance(read, Observation)
     assert (scores(TokenBins()(read), images) > 100).all()
+
+
+def test_fresh_masks_of_mjp_hide_the_masked_patches_alone(photographs: Callable[[int, int], Tensor]) -> None:
+    victim = make(depth=8, unknown_pe="mean")
+    images, labels = photographs(2, 16), torch.tensor([1, 2])
+    mjp, release = Mjp(gamma=0.25, per="image"), privlab.Gradient(2)
+    seen = privlab.observe(victim, images, labels, release=release, defense=mjp, server=TokenBins())
+    found = assign_images(Reconstruction(TokenBins()(seen)), images, 4).images
+    off = (patchify(found, 4) - patchify(images, 4)).abs().amax(2)  # 4 of 16 patches are masked
+    assert torch.equal((off < 0.5 / 255).sum(1), torch.tensor([12, 12]))
 
 
 def test_more_steps_of_adam_are_refused() -> None:
