@@ -1,16 +1,25 @@
 """What attacks of a dishonest server share: weights that pass tokens on unchanged, and Adam's first step, inverted."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.attacks.tokens import normalised_tokens
 from privlab.base import warn
+from privlab.images import photographs
 from privlab.release import observe
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
+
+STEEP = 1e3
+"""A factor of weights and bias that makes a GELU a step at zero, as the published attacks need a ReLU."""
+
+_SAME_SLOT = 0.9999
+"""The least cosine of a token with its slot, outside the space of all patches. Mixtures of tokens are below it."""
 
 
 def pass_through(model: VictimModel) -> dict[str, Tensor]:
@@ -106,6 +115,56 @@ def patch_transform(channels: int, patch: int) -> Float[Tensor, "k k"]:
     frequency = 1 + (u[:, None] ** 2 + u**2).flatten()
     colour = torch.tensor([1.0] + [8.0 + i for i in range(channels - 1)], dtype=torch.float64)
     return whole[(colour[:, None] * frequency).flatten().argsort(stable=True)]
+
+
+@torch.no_grad()
+def mlp_inputs(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b t d"]:
+    """Return what the MLP of the first block reads."""
+    block: Any = model.vit.blocks[0]
+    z = model.before_blocks(model.embed(images))
+    return block.norm2(z + block.attn(block.norm1(z)))
+
+
+@torch.no_grad()
+def changed_by(model: VictimModel, manipulation: Callable[[VictimModel, Tensor], None]) -> dict[str, Tensor]:
+    """Return the first block's weights after a change of its MLP, behind an attention that adds nothing.
+
+    The MLP then reads the tokens that the attention reads: its LayerNorm becomes that of the attention.
+
+    Args:
+        model: a copy of the honest model, which is changed.
+        manipulation: changes the MLP, by quantiles over the photographs that come along.
+    """
+    block: Any = model.vit.blocks[0]
+    block.attn.proj.weight.zero_()
+    block.attn.proj.bias.zero_()
+    block.norm2.load_state_dict(block.norm1.state_dict())
+    manipulation(model, photographs(model.image_shape[1:], None, model.image_shape[0]).to(model.mean))
+    return {f"blocks.0.{name}": weight.detach() for name, weight in block.named_parameters()}
+
+
+def image_of_tokens(model: VictimModel, tokens: Float[Tensor, "t d"]) -> Float[Tensor, "1 c h w"]:
+    """Return an image of what LayerNorm makes of its embedded patches: a token's slot, and then its patch.
+
+    A slot without a token gets the mean of the patches that are found.
+
+    Args:
+        model: the model that the clients got.
+        tokens: candidates u in any order; those that are no slot's are left out.
+    """
+    # σ u = F x + β σ + g_n. Outside the columns of F, with the orthonormal rows Q: σ Q (u − β) = Q g_n.
+    both, g, _ = normalised_tokens(model)
+    F, β = both[:, :-1], both[:, -1]
+    Q = torch.linalg.svd(F).U[:, F.shape[1] :].mT
+    a, c = (tokens - β) @ Q.mT, g @ Q.mT  # t × (D − K) and N × (D − K)
+    # The slot n of the largest cosine of a and c_n; each slot takes the token that fits best.
+    cosines = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(c).mT
+    best, token = cosines.max(0)
+    u, σ = tokens[token] - β, (a[token] * c).sum(1) / a[token].square().sum(1)
+    patches = (σ[:, None] * u - g) @ torch.linalg.pinv(F).mT
+    found = best > _SAME_SLOT
+    patches[~found] = patches[found].mean(0) if found.any() else 0.0
+    return model.to_images(patches[None])
 
 
 def has_class_token(model: VictimModel) -> bool:
