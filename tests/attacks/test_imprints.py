@@ -21,7 +21,7 @@ def make(**options: Any) -> privlab.Victim:
     """Return a random ViT with N = 16 patches, K = 48 and D = 96."""
     given: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 4}
     torch.manual_seed(0)
-    made = timm.create_model("vit_tiny_patch16_224", num_classes=10, **(given | options))
+    made: Any = timm.create_model("vit_tiny_patch16_224", num_classes=10, **(given | options))
     torch.nn.init.normal_(made.pos_embed, std=0.3)
     return privlab.victim(made, normalisation="imagenet")
 

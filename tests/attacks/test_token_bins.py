@@ -1,7 +1,7 @@
 """`token-bins`: exact on a batch, with weights that are made from the architecture alone."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm
@@ -19,7 +19,7 @@ from privlab.patches import patchify
 from privlab.threat import Observation, Reconstruction
 
 
-def make(size: int = 16, unknown_pe: str | None = None, **options: Any) -> privlab.Victim:
+def make(size: int = 16, unknown_pe: Literal["mean"] | None = None, **options: Any) -> privlab.Victim:
     """Return a random ViT with patches of 4 × 4 pixels, K = 48, and D = 64."""
     given: dict[str, Any] = {
         "img_size": size,
@@ -90,6 +90,7 @@ def test_fresh_masks_of_mjp_hide_the_masked_patches_alone(photographs: Callable[
     images, labels = photographs(2, 16), torch.tensor([1, 2])
     mjp, release = Mjp(gamma=0.25, per="image"), privlab.Gradient(2)
     seen = privlab.observe(victim, images, labels, release=release, defense=mjp, server=TokenBins())
+    assert isinstance(seen, Observation)
     found = assign_images(Reconstruction(TokenBins()(seen)), images, 4).images
     off = (patchify(found, 4) - patchify(images, 4)).abs().amax(2)  # 4 of 16 patches are masked
     assert torch.equal((off < 0.5 / 255).sum(1), torch.tensor([12, 12]))

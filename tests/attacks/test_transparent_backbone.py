@@ -19,8 +19,8 @@ from privlab.threat import Observation
 
 pytest.importorskip("peft", reason="needs privlab[peft]")
 
-SGD = {"lr": 0.1}
-ADAMW = {"optimiser": "adamw", "lr": 1e-3, "weight_decay": 0.05}
+SGD: dict[str, Any] = {"lr": 0.1}
+ADAMW: dict[str, Any] = {"optimiser": "adamw", "lr": 1e-3, "weight_decay": 0.05}
 
 
 def make(**options: Any) -> privlab.Victim:
