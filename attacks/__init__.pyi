@@ -16,8 +16,11 @@ from .breaching.shipped import BreachingRgap as BreachingRgap
 from .breaching.shipped import BreachingSeeThroughGradients as BreachingSeeThroughGradients
 from .breaching.shipped import BreachingTag as BreachingTag
 from .breaching.shipped import BreachingWei as BreachingWei
+from .dishonest.imprint_bins import ImprintBins as ImprintBins
 from .dishonest.shrunk_loss import ShrunkLoss as ShrunkLoss
 from .dishonest.token_bins import TokenBins as TokenBins
+from .dishonest.transparent_backbone import TransparentBackbone as TransparentBackbone
+from .dishonest.trap_weights import TrapWeights as TrapWeights
 from .features.border_jigsaw import BorderJigsaw as BorderJigsaw
 from .features.class_token_key import ClassTokenKey as ClassTokenKey
 from .features.column_statistics import ColumnStatistics as ColumnStatistics

@@ -1,15 +1,25 @@
 """What attacks of a dishonest server share: weights that pass tokens on unchanged, and Adam's first step, inverted."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.attacks.tokens import normalised_tokens
 from privlab.base import warn
+from privlab.images import photographs
+from privlab.release import observe
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
+
+STEEP = 1e3
+"""A factor of weights and bias that makes a GELU a step at zero, as the published attacks need a ReLU."""
+
+_SAME_SLOT = 0.9999
+"""The least cosine of a token with its slot, outside the space of all patches. Mixtures of tokens are below it."""
 
 
 def pass_through(model: VictimModel) -> dict[str, Tensor]:
@@ -24,12 +34,137 @@ def pass_through(model: VictimModel) -> dict[str, Tensor]:
     return state
 
 
+def layer_of(state: Mapping[str, Tensor], path: str) -> Tensor:
+    """Return the matrix of a layer, which LoRA keeps as that of its `base_layer`."""
+    return state[f"{path}.weight"] if f"{path}.weight" in state else state[f"{path}.base_layer.weight"]
+
+
+def last_reads_mean(state: dict[str, Tensor], blocks: int, direction: Float[Tensor, " d"], gain: float) -> None:
+    """Let the last attention, which is uniform, add a multiple of the tokens' mean v·u to channel D − 1.
+
+    Args:
+        state: the weights, which are changed.
+        blocks: L, the number of blocks.
+        direction: v.
+        gain: the multiple.
+    """
+    D, last = len(direction), f"blocks.{blocks - 1}.attn"
+    layer_of(state, f"{last}.qkv")[2 * D] = direction
+    state[f"{last}.proj.weight"][D - 1, 0] = gain
+
+
+def gradient_of(model: VictimModel, image: Float[Tensor, "1 c h w"], label: int, name: str) -> Tensor:
+    """Return the gradient of one parameter for an image of the adversary's own.
+
+    Args:
+        model: the model that the clients got.
+        image: the image, in [0, 1].
+        label: its class index.
+        name: timm's name of the parameter.
+    """
+    return observe(model, image, torch.tensor([label]), [name]).gradients[name][0]
+
+
+def shrink_head(model: VictimModel, state: dict[str, Tensor], names: Iterable[str], largest: float) -> None:
+    """Scale the head so that the gradients of some parameters, which are linear in a small head, have a given size.
+
+    Args:
+        model: a copy of the model, which gets the weights.
+        state: the weights, of which `head.weight` is changed.
+        names: the parameters.
+        largest: the largest gradient for white noise, such as a share of Adam's ε.
+    """
+    with torch.no_grad():
+        for name, parameter in model.vit.named_parameters():
+            parameter.copy_(state[name])
+    noise = torch.rand(1, *model.image_shape, generator=torch.Generator().manual_seed(0)).to(model.mean)
+    found = max(float(gradient_of(model, noise, 0, name).abs().max()) for name in names)
+    state["head.weight"] *= largest / found
+
+
+def points_on_sphere(n: int) -> Float[Tensor, "n 3"]:
+    """Return n points of the unit sphere, along a spiral that spreads them evenly."""
+    i = torch.arange(n, dtype=torch.float64) + 0.5
+    height, turn = 1 - 2 * i / n, math.pi * (1 + math.sqrt(5)) * i
+    radius = (1 - height.square()).sqrt()
+    return torch.stack([radius * turn.cos(), radius * turn.sin(), height], 1)
+
+
+def nearest_angle(points: Float[Tensor, "n 3"]) -> float:
+    """Return the least 1 − cos of the angle of two different points of the unit sphere; 1 for a single point."""
+    apart = 1 - points @ points.T
+    return float(apart.fill_diagonal_(math.inf).min()) if len(points) > 1 else 1.0
+
+
 def cosine_rows(n: int) -> Float[Tensor, "n n"]:
     """Return the orthonormal matrix of the discrete cosine transform of n values; row 0 is constant."""
     k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
     rows = torch.cos(math.pi * (2 * i + 1) * k / (2 * n)) * math.sqrt(2 / n)
     rows[0] /= math.sqrt(2)
     return rows
+
+
+def patch_transform(channels: int, patch: int) -> Float[Tensor, "k k"]:
+    """Return an orthonormal transform of a patch, its rows from large to small variance in photographs.
+
+    Row 0 is the mean. Variance falls with the square of the frequency, and colour has about a tenth of that of grey.
+    """
+    rows, colours = cosine_rows(patch), cosine_rows(channels)
+    whole = torch.kron(colours, torch.kron(rows, rows))
+    u = torch.arange(patch, dtype=torch.float64)
+    frequency = 1 + (u[:, None] ** 2 + u**2).flatten()
+    colour = torch.tensor([1.0] + [8.0 + i for i in range(channels - 1)], dtype=torch.float64)
+    return whole[(colour[:, None] * frequency).flatten().argsort(stable=True)]
+
+
+@torch.no_grad()
+def mlp_inputs(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b t d"]:
+    """Return what the MLP of the first block reads."""
+    block: Any = model.vit.blocks[0]
+    z = model.before_blocks(model.embed(images))
+    return block.norm2(z + block.attn(block.norm1(z)))
+
+
+@torch.no_grad()
+def changed_by(model: VictimModel, manipulation: Callable[[VictimModel, Tensor], None]) -> dict[str, Tensor]:
+    """Return the first block's weights after a change of its MLP, behind an attention that adds nothing.
+
+    The MLP then reads the tokens that the attention reads: its LayerNorm becomes that of the attention.
+
+    Args:
+        model: a copy of the honest model, which is changed.
+        manipulation: changes the MLP, by quantiles over the photographs that come along.
+    """
+    block: Any = model.vit.blocks[0]
+    block.attn.proj.weight.zero_()
+    block.attn.proj.bias.zero_()
+    block.norm2.load_state_dict(block.norm1.state_dict())
+    manipulation(model, photographs(model.image_shape[1:], None, model.image_shape[0]).to(model.mean))
+    return {f"blocks.0.{name}": weight.detach() for name, weight in block.named_parameters()}
+
+
+def image_of_tokens(model: VictimModel, tokens: Float[Tensor, "t d"]) -> Float[Tensor, "1 c h w"]:
+    """Return an image of what LayerNorm makes of its embedded patches: a token's slot, and then its patch.
+
+    A slot without a token gets the mean of the patches that are found.
+
+    Args:
+        model: the model that the clients got.
+        tokens: candidates u in any order; those that are no slot's are left out.
+    """
+    # σ u = F x + β σ + g_n. Outside the columns of F, with the orthonormal rows Q: σ Q (u − β) = Q g_n.
+    both, g, _ = normalised_tokens(model)
+    F, β = both[:, :-1], both[:, -1]
+    Q = torch.linalg.svd(F).U[:, F.shape[1] :].mT
+    a, c = (tokens - β) @ Q.mT, g @ Q.mT  # t × (D − K) and N × (D − K)
+    # The slot n of the largest cosine of a and c_n; each slot takes the token that fits best.
+    cosines = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(c).mT
+    best, token = cosines.max(0)
+    u, σ = tokens[token] - β, (a[token] * c).sum(1) / a[token].square().sum(1)
+    patches = (σ[:, None] * u - g) @ torch.linalg.pinv(F).mT
+    found = best > _SAME_SLOT
+    patches[~found] = patches[found].mean(0) if found.any() else 0.0
+    return model.to_images(patches[None])
 
 
 def has_class_token(model: VictimModel) -> bool:

@@ -7,9 +7,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.dishonest.layout import adam_inverted, cosine_rows, has_class_token, more_than_a_step, pass_through
+from privlab.attacks.dishonest.layout import (
+    adam_inverted,
+    cosine_rows,
+    gradient_of,
+    has_class_token,
+    last_reads_mean,
+    more_than_a_step,
+    pass_through,
+    shrink_head,
+)
 from privlab.base import PrivlabError
-from privlab.release import observe
 from privlab.threat import Capability, Client, Observation
 from privlab.victims import VictimModel
 
@@ -92,21 +100,12 @@ class ShrunkLoss:
         rows = cosine_rows(D)[1:]
         places = rows[torch.arange(N) % (D - 1)] * D**0.5  # of mean 0 and variance 1, so that LayerNorm keeps them
         state["pos_embed"][0, -N:] = places
-        last = f"blocks.{len(vit.blocks) - 1}.attn"
         state["cls_token"][..., 0], state["cls_token"][..., 1] = 1, -1
-        state[f"{last}.qkv.weight"][2 * D] = places.sum(0) / D
-        state[f"{last}.proj.weight"][D - 1, 0] = 1e-3
+        last_reads_mean(state, len(vit.blocks), places.sum(0) / D, gain=1e-3)
         state["head.weight"][::2, D - 1] = 1
         state["head.weight"][1::2, D - 1] = -1
-        if client is None or client.optimiser == "sgd":
-            return {name: tensor.to(model.mean) for name, tensor in state.items()}
-        # The gradient is linear in a small head: its size is measured on white noise, and scaled to a share of ε.
-        with torch.no_grad():
-            for name, parameter in vit.named_parameters():
-                parameter.copy_(state[name])
-        noise = torch.rand(1, *model.image_shape, generator=torch.Generator().manual_seed(0)).to(model.mean)
-        largest = float(_gradient(model, noise, 0, "patch_embed.proj.weight").abs().max())
-        state["head.weight"] *= _SHARE * client.eps / largest
+        if client is not None and client.optimiser != "sgd":
+            shrink_head(model, state, self.parameters[:1], _SHARE * client.eps)
         return {name: tensor.to(model.mean) for name, tensor in state.items()}
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
@@ -118,11 +117,6 @@ class ShrunkLoss:
         N, found = model.vit.patch_embed.num_patches, []
         for G, label in zip(released.flatten(2), labels, strict=True):
             # A does not depend on the image, since W = 0: any image of this label has the same.
-            A = _gradient(model, grey, label, "pos_embed")[0, -N:].double()
+            A = gradient_of(model, grey, label, "pos_embed")[0, -N:].double()
             found.append(torch.linalg.lstsq(A.mT, G).solution)
         return model.to_images(torch.stack(found))
-
-
-def _gradient(model: VictimModel, image: Float[Tensor, "1 c h w"], label: int, name: str) -> Tensor:
-    """Return the gradient of one parameter for an image of the adversary's own."""
-    return observe(model, image, torch.tensor([label]), [name]).gradients[name][0]

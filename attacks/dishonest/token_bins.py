@@ -17,14 +17,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.dishonest.layout import adam_inverted, cosine_rows, has_class_token, more_than_a_step, pass_through
+from privlab.attacks.dishonest.layout import (
+    adam_inverted,
+    has_class_token,
+    last_reads_mean,
+    more_than_a_step,
+    nearest_angle,
+    pass_through,
+    patch_transform,
+    points_on_sphere,
+)
 from privlab.base import PrivlabError
 from privlab.patches import unpatchify
 from privlab.threat import Capability, Client, Observation
 from privlab.victims import VictimModel
 
 _SCALES = (0.058, 0.057, 0.032, 0.03, 0.029, 0.021, 0.021, 0.155, 0.016, 0.04, 0.019, 0.018)
-"""The mean size of the coefficients 1, 2, … of a patch in the order of `_transform`, in units of the largest value.
+"""The mean size of the coefficients 1, 2, … of a patch in the order of `patch_transform`, by the largest value.
 
 It is that of the photographs that come along; bins of them are quantiles of Laplace distributions. Coefficient 0, the
 brightness, is taken as uniform.
@@ -75,19 +84,6 @@ _EQUAL = 1e-7
 """The mean squared difference of two tokens that are one."""
 
 
-def _transform(channels: int, patch: int) -> Float[Tensor, "k k"]:
-    """Return an orthonormal transform of a patch, its rows from large to small variance in photographs.
-
-    Row 0 is the mean. Variance falls with the square of the frequency, and colour has about a tenth of that of grey.
-    """
-    rows, colours = cosine_rows(patch), cosine_rows(channels)
-    whole = torch.kron(colours, torch.kron(rows, rows))
-    u = torch.arange(patch, dtype=torch.float64)
-    frequency = 1 + (u[:, None] ** 2 + u**2).flatten()
-    colour = torch.tensor([1.0] + [8.0 + i for i in range(channels - 1)], dtype=torch.float64)
-    return whole[(colour[:, None] * frequency).flatten().argsort(stable=True)]
-
-
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """The layout of channels and neurons for a model, from its architecture and normalisation alone."""
@@ -97,7 +93,7 @@ class _Plan:
     @cached_property
     def whole(self) -> Float[Tensor, "k k"]:
         """Return the whole transform of a patch."""
-        return _transform(self.model.image_shape[0], self.model.patch)
+        return patch_transform(self.model.image_shape[0], self.model.patch)
 
     @property
     def transform(self) -> Float[Tensor, "d k"]:
@@ -121,11 +117,8 @@ class _Plan:
 
     @cached_property
     def points(self) -> Float[Tensor, "n 3"]:
-        """Return a point of the unit sphere for each slot, along a spiral that spreads them evenly."""
-        i = torch.arange(self.slots, dtype=torch.float64) + 0.5
-        height, turn = 1 - 2 * i / self.slots, math.pi * (1 + math.sqrt(5)) * i
-        radius = (1 - height.square()).sqrt()
-        return torch.stack([radius * turn.cos(), radius * turn.sin(), height], 1)
+        """Return a point of the unit sphere for each slot."""
+        return points_on_sphere(self.slots)
 
     @cached_property
     def known(self) -> Float[Tensor, "n 5"]:
@@ -166,9 +159,7 @@ class _Plan:
     @cached_property
     def gate(self) -> float:
         """Return the factor G of the points, by which a token of any other slot is below all edges."""
-        cosines = self.points @ self.points.T
-        nearest = float((1 - cosines).fill_diagonal_(math.inf).min()) if self.slots > 1 else 1.0
-        return 2.5 * self.largest / nearest
+        return 2.5 * self.largest / nearest_angle(self.points)
 
     @cached_property
     def slope(self) -> float:
@@ -335,9 +326,8 @@ class TokenBins:
             state[f"blocks.{i}.mlp.fc2.weight"][0] = _FORWARD
             done += len(own)
         # The last attention is uniform: channel D − 1 of the class token becomes κ times the mean of v·u.
-        D, last = vit.embed_dim, f"blocks.{len(vit.blocks) - 1}.attn"
-        state[f"{last}.qkv.weight"][2 * D] = plan.readout
-        state[f"{last}.proj.weight"][D - 1, 0] = plan.constant / (100 * math.sqrt(D))
+        D = vit.embed_dim
+        last_reads_mean(state, len(vit.blocks), plan.readout, plan.constant / (100 * math.sqrt(D)))
         state["head.weight"][::2, D - 1] = 5.0
         state["head.weight"][1::2, D - 1] = -5.0
         return {name: weight.to(model.mean) for name, weight in state.items()}

@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
+from privlab.attacks.dishonest.imprint_bins import bins
+from privlab.attacks.dishonest.layout import STEEP, mlp_inputs
+from privlab.attacks.dishonest.trap_weights import traps
 from privlab.attacks.registry import attacks as installed_attacks
 from privlab.base import draw_for, full_precision, write_whole
-from privlab.evaluation import batch_of
+from privlab.evaluation import batch_of, unread
 from privlab.evaluation.observing import with_chosen_weights
 from privlab.images import open_images
 from privlab.release import run_client
@@ -23,41 +26,9 @@ from privlab.runs.sent_weights import WeightsAudit, audit_sent_weights
 from privlab.threat import Capability, Client, ClientData
 from privlab.victims import ZOO, Victim, VictimModel, victim
 
-STEEP = 1e3
-"""A factor of weights and bias that makes a GELU a step at zero, as the published attacks need a ReLU."""
-
 Manipulation: TypeAlias = Callable[[VictimModel, Float[Tensor, "b c h w"]], None]
 
 LAYER = "blocks.0.mlp.fc1"
-
-
-@torch.no_grad()
-def mlp_inputs(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b t d"]:
-    """Return what the MLP of the first block reads."""
-    block: Any = model.vit.blocks[0]
-    z = model.before_blocks(model.embed(images))
-    return block.norm2(z + block.attn(block.norm1(z)))
-
-
-@torch.no_grad()
-def bins(
-    model: VictimModel, images: Float[Tensor, "b c h w"], steep: float = STEEP, neurons: int | None = None
-) -> None:
-    """Let neurons of the first MLP count into bins by one projection of a token (Fowl et al. 2022).
-
-    Args:
-        model: the model, which is changed.
-        images: public images, by whose quantiles the bins are made.
-        steep: the factor of weights and bias, > 0.
-        neurons: how many neurons are changed, the first ones; None for all.
-    """
-    mlp: Any = model.vit.blocks[0].mlp
-    m = len(mlp.fc1.bias) if neurons is None else neurons
-    direction = torch.randn(mlp.fc1.weight.shape[1], generator=Generator().manual_seed(1))
-    levels = (mlp_inputs(model, images)[:, 1:] @ direction).flatten()
-    mlp.fc1.weight[:m] = steep * direction
-    mlp.fc1.bias[:m] = -steep * levels.quantile(torch.linspace(0, 1, m))
-    mlp.fc2.weight[:, :m] = mlp.fc2.weight[:, :1] / steep
 
 
 @torch.no_grad()
@@ -80,16 +51,6 @@ def pairs(model: VictimModel, images: Float[Tensor, "b c h w"], noise: float = 0
     mlp.fc1.weight.copy_(steep * torch.stack([directions, others], 1).flatten(0, 1))
     mlp.fc1.bias.copy_(-steep * torch.stack(edges, 1).flatten())
     mlp.fc2.weight.copy_(mlp.fc2.weight[:, ::2].repeat_interleave(2, 1) / steep)
-
-
-@torch.no_grad()
-def traps(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
-    """Let each neuron of the first MLP be active for one token in a hundred (Boenisch et al. 2023)."""
-    mlp: Any = model.vit.blocks[0].mlp
-    rows = STEEP * torch.randn(mlp.fc1.weight.shape, generator=Generator().manual_seed(1))
-    mlp.fc1.weight.copy_(rows)
-    mlp.fc1.bias.copy_(-(mlp_inputs(model, images).flatten(0, 1) @ rows.mT).quantile(0.99, dim=0))
-    mlp.fc2.weight.div_(STEEP)
 
 
 @torch.no_grad()
@@ -179,10 +140,11 @@ class SentWeightsStudy:
             yield audit_row("trained", "vit_ti", audit_sent_weights(trained.model, self._batch(trained)))
         for name, manipulation in MANIPULATIONS.items():
             yield _manipulated("attack", name, base.model, manipulation, images, 1.0)
+        client = Client(optimiser="adamw")
         for name, kind in installed_attacks().items():
-            if Capability.CHOOSES_WEIGHTS in kind.requires:
+            if Capability.CHOOSES_WEIGHTS in kind.requires and unread(kind, client) is None:
                 server: Any = kind()
-                model = with_chosen_weights(base.model, server, len(images), Client(optimiser="adamw"))
+                model = with_chosen_weights(base.model, server, len(images), client)
                 yield audit_row("attack", name, audit_sent_weights(model, images)) | {"x": 1.0}
         for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
             for name in ("bins", "traps", "places"):

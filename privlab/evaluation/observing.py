@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError, draw_for
 from privlab.evaluation.batch import Batch, Seen
 from privlab.evaluation.case import shuffles
-from privlab.release import observe, observe_features, observe_updates, released_parameters, send
+from privlab.release import observe, observe_features, observe_updates, released_parameters, send, served
 from privlab.threat import (
     Capability,
     Client,
@@ -158,7 +158,8 @@ def with_chosen_weights(
     Raises:
         PrivlabError: if a weight that was chosen is not one of the model's, or has another shape.
     """
-    twin = copy.deepcopy(model)
+    # Weights of what a client adds to the model, such as LoRA's, are chosen too.
+    twin = copy.deepcopy(model if client is None else served(model, client))
     held = dict(twin.vit.named_parameters()) | ({} if twin.unk_embed is None else {"unk_embed": twin.unk_embed})
     for name, tensor in server.choose(twin, images, client).items():
         if name not in held or held[name].shape != tensor.shape:

@@ -1,7 +1,7 @@
 """`token-bins`: exact on a batch, with weights that are made from the architecture alone."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 import privlab
-from privlab.attacks.dishonest.token_bins import TokenBins, _completed, _Plan, _transform
+from privlab.attacks.dishonest.layout import patch_transform
+from privlab.attacks.dishonest.token_bins import TokenBins, _completed, _Plan
 from privlab.base import PrivlabError
+from privlab.defenses import Mjp
 from privlab.evaluation import as_read, unread
 from privlab.metrics import assign_images, psnr
 from privlab.patches import patchify
 from privlab.threat import Observation, Reconstruction
 
 
-def make(size: int = 16, **options: Any) -> privlab.Victim:
+def make(size: int = 16, unknown_pe: Literal["mean"] | None = None, **options: Any) -> privlab.Victim:
     """Return a random ViT with patches of 4 × 4 pixels, K = 48, and D = 64."""
     given: dict[str, Any] = {
         "img_size": size,
@@ -28,7 +30,8 @@ def make(size: int = 16, **options: Any) -> privlab.Victim:
         "num_classes": 10,
     }
     torch.manual_seed(0)
-    return privlab.victim(timm.create_model("vit_tiny_patch16_224", **(given | options)), normalisation="imagenet")
+    made = timm.create_model("vit_tiny_patch16_224", **(given | options))
+    return privlab.victim(made, normalisation="imagenet", unknown_pe=unknown_pe)
 
 
 def released(victim: privlab.Victim, images: Tensor, together: int | None = None) -> Observation:
@@ -82,6 +85,17 @@ def test_updates_of_one_step_are_exact(client: privlab.Client, photographs: Call
     assert (scores(TokenBins()(read), images) > 100).all()
 
 
+def test_fresh_masks_of_mjp_hide_the_masked_patches_alone(photographs: Callable[[int, int], Tensor]) -> None:
+    victim = make(depth=8, unknown_pe="mean")
+    images, labels = photographs(2, 16), torch.tensor([1, 2])
+    mjp, release = Mjp(gamma=0.25, per="image"), privlab.Gradient(2)
+    seen = privlab.observe(victim, images, labels, release=release, defense=mjp, server=TokenBins())
+    assert isinstance(seen, Observation)
+    found = assign_images(Reconstruction(TokenBins()(seen)), images, 4).images
+    off = (patchify(found, 4) - patchify(images, 4)).abs().amax(2)  # 4 of 16 patches are masked
+    assert torch.equal((off < 0.5 / 255).sum(1), torch.tensor([12, 12]))
+
+
 def test_more_steps_of_adam_are_refused() -> None:
     assert "one step of Adam" in str(unread(TokenBins(), privlab.Client(optimiser="adam", steps=2)))
 
@@ -126,7 +140,7 @@ def test_more_tokens_than_neurons_and_wide_patches_are_beyond_its_range(
 
 def test_few_lost_coefficients_follow_from_whole_grey_levels(photographs: Callable[[int, int], Tensor]) -> None:
     patches = patchify(photographs(4, 64).double() * 2 - 1, 16).flatten(0, 1)
-    rows = _transform(3, 16)
+    rows = patch_transform(3, 16)
     known = patches @ rows[:-8].T @ rows[:-8]
     made = _completed(known, rows[-8:])
     off = ((known - patches).abs().amax(1) * 127.5, (made - patches).abs().amax(1) * 127.5)
