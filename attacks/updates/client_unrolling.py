@@ -99,6 +99,9 @@ class ClientUnrolling(RoundUnrolling):
 
     Cost: 10 to 60 s for two images (ViT-Ti, 64 and 96 pixels, a busy core).
 
+    Example: privlab attack --model cifar_vit --attack client-unrolling --img-size 16 --client sgd --set
+    client.clients=2
+
     Studies: clients, rounds
 
     Source: ours; the sums are the chain rule at the first block.
