@@ -157,8 +157,8 @@ def benchmark() -> Iterator[tuple[str, str]]:
     yield (
         "benchmark/index.md",
         "---\nhide-toc: true\n---\n# Benchmark\n\nDefenses of Vision Transformers, ranked by the mean of the best "
-        "attack over photographs and draws; less is better. The worst draw of each photograph counts in the worst case "
-        "alone. A click on a line opens its details, and one on the head of a column sorts by "
+        "attack over photographs and draws; less is better. The worst draw of each photograph counts only in the worst "
+        "case. Click a line to open its details, and the head of a column to sort by "
         "it.\n\n- {doc}`/how-to/benchmark`\n- {doc}`/studies/benchmark`\n- {doc}`/studies/decibels`\n\n```{raw} html\n"
         f"{table}\n```\n\n## Feeds\n\nThe rows as JSON, and each entry as a record of Every Eval Ever: {links}.\n",
     )
