@@ -205,7 +205,7 @@ def _released(
     shown = together[:count] if count > 1 else [private]
     x = torch.stack([torch.tensor(np.asarray(image)).permute(2, 0, 1).float() / 255 for image in shown])
     attack = attacks().get(options.get("--attack", ""))
-    server = attack() if attack and Capability.CHOOSES_WEIGHTS in attack.requires else None
+    server: Any = attack() if attack and Capability.CHOOSES_WEIGHTS in attack.requires else None
     defense = options.get("--defense", "none")
     seen = privlab.observe(victim, x, release=release, defense=defenses()[defense](), server=server)
     if isinstance(seen, FeatureObservation):
