@@ -77,9 +77,8 @@ class ClientUnrolling(RoundUnrolling):
 
     The sum is Σ_k Σ_s a_s g(θ_k,s; x_k), with θ_k,0 = θ_0 for all: each client drifts on its own.
 
-    1. The tokens of all images at the first step are at weights that the server knows, and lie in the row spaces of
-       what ∂W_fc1 and ∂W_fc2 sum over all steps. Later steps move the tokens of the same images by little, so that
-       these spaces have few more directions above rounding: 1.5 and 2 times as many as tokens are tried.
+    1. The tokens of all first steps are at known weights, and lie in the row spaces of the sums ∂W_fc1 and ∂W_fc2 over
+       all steps. Later steps add few directions above rounding: 1.5 and 2 times as many as tokens are tried.
     2. Attention shows which tokens belong to one image, and position embeddings their slots, as in `token-separation`.
        Missing tokens, and then all patches, are found as in `round-unrolling`. The patches lie in the row space of ∂W,
        which has K N directions however many steps there were, since an image stays the same in all of them.
@@ -87,9 +86,7 @@ class ClientUnrolling(RoundUnrolling):
        share leaves nothing of ∂W beyond the rank of the images that are left; its share is taken off.
     4. The last image solves Aᵀ X = G, as in `patch-update`. So does each other one again, once the shares of all others
        are taken off: that undoes what later steps added to its tokens. Where position embeddings are frozen A is not
-       released, and the images are those of steps 1 to 3.
-
-    Images that are not found are grey, or as far as their tokens were found.
+       released, and the images are those of steps 1 to 3. What is not found of an image stays grey.
 
     Exact if: K (N + p) < D for K clients of one image each after several steps of SGD, N patches and p prefix tokens,
     the images have 256 grey levels, and every token of one image, then of the next, is found.
@@ -98,6 +95,9 @@ class ClientUnrolling(RoundUnrolling):
     and 0.1 gave both. It ends when it finds none of the images that are left.
 
     Cost: 10 to 60 s for two images (ViT-Ti, 64 and 96 pixels, a busy core).
+
+    Example: privlab attack --model cifar_vit --attack client-unrolling --img-size 16 --client sgd --set
+    client.clients=2
 
     Studies: clients, rounds
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -85,18 +85,28 @@ def markdown(page: Explanation) -> str:
 
 
 def strip(page: Explanation) -> list[str]:
-    """Return the figure of a page's example, which `strips.py` drew, or why there is none."""
-    if page.name not in CAPTIONS:
-        return []
-    shown = CAPTIONS[page.name]
+    """Return the figures of a page's examples, which `strips.py` drew, or why there is none."""
+    return [figure(page.name, name, CAPTIONS[name]) for name in CAPTIONS if name.partition("+")[0] == page.name]
+
+
+def figure(page: str, name: str, shown: Mapping[str, str]) -> str:
+    """Return the figure of one example, or why there is none.
+
+    Args:
+        page: the name of its page.
+        name: that of its file, before the ending.
+        shown: its caption.
+    """
     command = f"`{shown['command']}`"
     if "missing" in shown:
-        return [f"There is no picture of `{page.name}` at work: {shown['missing']} ({command})."]
+        return f"There is no picture of `{page}` at work: {shown['missing']} ({command})."
     score = "exactly" if shown["psnr"] == "inf" else f"{shown['psnr']} dB"
     parts = f"the private image; {shown['middle']}; what `{shown['made']}` rebuilt, {score}"
-    address = f"../../../{STRIPS}/{file_name(page.name)}.png"
+    address = f"../../../{STRIPS}/{file_name(name)}.png"
     source = "From the results of {doc}`the benchmark </generated/benchmark/index>`." if "kept" in shown else command
-    return [f":::{{figure}} {address}\n:class: strip\n:alt: {parts}\n\nLeft to right: {parts}. {source}\n:::"]
+    about = f"{shown['about']} " if "about" in shown else ""
+    text = f"{about}Left to right: {parts}. {source}"
+    return f":::{{figure}} {address}\n:class: strip\n:alt: {parts}\n\n{text}\n:::"
 
 
 def pages(source: Path) -> Iterator[tuple[str, str]]:
@@ -147,8 +157,8 @@ def benchmark() -> Iterator[tuple[str, str]]:
     yield (
         "benchmark/index.md",
         "---\nhide-toc: true\n---\n# Benchmark\n\nDefenses of Vision Transformers, ranked by the mean of the best "
-        "attack over photographs and draws; less is better. The worst draw of each photograph counts in the worst case "
-        "alone. A click on a line opens its details, and one on the head of a column sorts by "
+        "attack over photographs and draws; less is better. The worst draw of each photograph counts only in the worst "
+        "case. Click a line to open its details, and the head of a column to sort by "
         "it.\n\n- {doc}`/how-to/benchmark`\n- {doc}`/studies/benchmark`\n- {doc}`/studies/decibels`\n\n```{raw} html\n"
         f"{table}\n```\n\n## Feeds\n\nThe rows as JSON, and each entry as a record of Every Eval Ever: {links}.\n",
     )

@@ -34,7 +34,7 @@ from privlab.inventory.explain import explain, known
 from privlab.report.tables import load_results
 from privlab.report.tables.per_image import attack_label
 from privlab.stores import places_of
-from privlab.threat import FeatureObservation
+from privlab.threat import Capability, FeatureObservation
 from privlab.threat.declarations import attack_declarations
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "notes" / "strips"
@@ -55,6 +55,14 @@ FEWER = {
 }
 """Options that make long examples short; the caption has the command with them."""
 
+FURTHER = {
+    "patch-update+wide": (
+        "privlab attack --model cifar_vit --attack patch-update --img-size 48 --client sgd --limit 2",
+        "At 48 pixels the image has 144 patches, more than the 128 channels, and the equations do not determine it.",
+    )
+}
+"""Examples that a page shows besides its own, by its name and one for them: the command, and what is different."""
+
 _SIDE, _GAP = 32, 3
 """A panel and the space between two, in pixels; the site enlarges them without smoothing."""
 
@@ -67,23 +75,27 @@ def main(runs: Path, seconds: int | None = None) -> None:
         seconds: the limit of each example; None is SECONDS, and does not try again what has no strip.
     """
     FOLDER.mkdir(exist_ok=True)
-    for name, kind in known().items():
-        if kind not in ("attack", "defense"):
-            continue
-        words = shlex.split(explain(name).sections["Example"])
+    kinds = known()
+    own = {name: explain(name).sections["Example"] for name, kind in kinds.items() if kind in ("attack", "defense")}
+    further = {name: command for name, (command, _) in FURTHER.items()}
+    for name, command in (own | further).items():
+        page, kind = name.partition("+")[0], kinds[name.partition("+")[0]]
+        words = shlex.split(command)
         if "--limit" not in words:
             words += ["--limit", "2"]
         words += [word for option in FEWER.get(name, ()) for word in ("--set", f"{name}.{option}")]
         captions = json.loads(CAPTIONS.read_text("utf-8")) if CAPTIONS.exists() else {}
         run, file = runs / name.replace(":", "-"), FOLDER / f"{name.replace(':', '-')}.png"
         if name not in captions or (seconds and "missing" in captions[name]):
-            obstacle = attack_declarations(attacks()[name]).obstacle if kind == "attack" else ""
+            obstacle = attack_declarations(attacks()[page]).obstacle if kind == "attack" else ""
             caption = (
                 {"missing": f"it does not run on ViTs ({obstacle})"}
                 if obstacle
-                else _strip(words, run, file, name if kind == "attack" else "", seconds or SECONDS)
+                else _strip(words, run, file, page if kind == "attack" else "", seconds or SECONDS)
             )
             captions[name] = {"command": shlex.join(words), **caption}
+            if name in FURTHER:
+                captions[name]["about"] = FURTHER[name][1]
             text = json.dumps(captions, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
             write_whole(CAPTIONS, lambda draft, text=text: draft.write_text(text, "utf-8"))
         print(name, captions[name], flush=True)  # noqa: T201
@@ -128,7 +140,8 @@ def _strip(words: Sequence[str], run: Path, file: Path, attack: str, seconds: in
         made, private, sent, fed = (places[key].open().convert("RGB") if key in places else None for key in keys)
         if made is None or private is None:
             continue
-        shown = _draw(file, private, *_released(words, row["release"], private, sent, fed), made)
+        together = [places[f"{control}-private", sha].open().convert("RGB") for sha in records.image_sha256.unique()]
+        shown = _draw(file, private, *_released(words, row["release"], private, sent, fed, together), made)
         label = attack_label(row["attack"], row["geometry"])
         return {"middle": shown, "made": label, "psnr": f"{row['psnr']:.1f}", "photograph": row["image"]}
     reasons = records.reason[own & (records.status != "ok")].dropna()
@@ -159,7 +172,12 @@ def _draw(file: Path, private: Image.Image, middle: Image.Image, shown: str, mad
 
 
 def _released(
-    words: Sequence[str], release_name: str, private: Image.Image, sent: Image.Image | None, fed: Image.Image | None
+    words: Sequence[str],
+    release_name: str,
+    private: Image.Image,
+    sent: Image.Image | None,
+    fed: Image.Image | None,
+    together: Sequence[Image.Image] = (),
 ) -> tuple[Image.Image, str]:
     """Return what the client fed or sent, where a defense changed it; else a part of the release, as grey levels.
 
@@ -169,6 +187,7 @@ def _released(
         private: the private image.
         sent: its patches in the order in which their features were sent.
         fed: what the client fed to the model.
+        together: all private images of the run, of which some may share a release.
     """
     if sent is not None and sent.tobytes() != private.tobytes():
         return sent, "the patches in the order in which the client sent their features"
@@ -178,13 +197,17 @@ def _released(
     settings = [value for word, value in pairwise(words) if word == "--set"]
     size = options.get("--img-size")
     victim = privlab.victim(options["--model"], img_size=None if size is None else int(size))
-    x = torch.tensor(np.asarray(private)).permute(2, 0, 1)[None].float() / 255
-    release: Any = privlab.Features() if release_name == "features" else privlab.Gradient()
+    count = int(options.get("--gradient-batch", 1))  # images in one release
+    release: Any = privlab.Features() if release_name == "features" else privlab.Gradient(count)
     if preset := options.get("--client"):
         release = privlab.Update(client_of(preset, settings))
-        x = x.repeat(release.client.images * release.client.clients, 1, 1, 1)
+        count = release.client.images * release.client.clients
+    shown = together[:count] if count > 1 else [private]
+    x = torch.stack([torch.tensor(np.asarray(image)).permute(2, 0, 1).float() / 255 for image in shown])
+    attack = attacks().get(options.get("--attack", ""))
+    server: Any = attack() if attack and Capability.CHOOSES_WEIGHTS in attack.requires else None
     defense = options.get("--defense", "none")
-    seen = privlab.observe(victim, x, release=release, defense=defenses()[defense]())
+    seen = privlab.observe(victim, x, release=release, defense=defenses()[defense](), server=server)
     if isinstance(seen, FeatureObservation):
         return _grey(seen.features[0]), "a part of the features that the client released, as grey levels"
     name = "patch_embed.proj.weight"
