@@ -444,7 +444,8 @@ def _images(
     groups = _grouped(rho, slots, count)
     for image, members in enumerate(groups):
         patches[image, slots[members]] = values[members]
-    _fill(patches, groups, rho, slots, values)
+    if groups:
+        _fill(patches, groups, rho, slots, values)
     for image in patches:
         missing = image.isnan().any(1)
         image[missing] = image[~missing].mean(0) if (~missing).any() else 0.0

@@ -1,6 +1,7 @@
 """`token-bins`: exact on a batch, with weights that are made from the architecture alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -52,6 +53,12 @@ def test_a_batch_of_photographs_is_exact(photographs: Callable[[int, int], Tenso
     seen = released(victim, images)
     assert TokenBins().beyond(seen) is None
     assert (scores(TokenBins()(seen), images) > 110).all()
+
+
+def test_where_no_token_is_found_the_images_are_grey(photographs: Callable[[int, int], Tensor]) -> None:
+    seen = released(make(), photographs(2, 16))
+    noise = {name: torch.randn_like(sent) for name, sent in seen.gradients.items()}
+    assert (TokenBins()(replace(seen, gradients=noise)) == 0.5).all()
 
 
 def test_each_release_gives_its_own_images(photographs: Callable[[int, int], Tensor]) -> None:
