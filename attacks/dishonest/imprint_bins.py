@@ -49,10 +49,10 @@ class ImprintBins:
 
     Steps: differences of adjacent neurons → divide by those of biases → find the slot, solve for the patch
 
-    Algorithm: Neuron i computes GELU(s (h·u − q_i)) for the quantiles q_i of h·u over the photographs that come along;
-    a large s makes it a step. With one token u between q_i and q_{i+1}, u = (∂W_i − ∂W_{i+1}) / (∂b_i − ∂b_{i+1}). The
-    projection of the first attention is 0, so that u = LN(W x_n + e_n). Outside the space of all W x, the direction of
-    e_n identifies n; then x_n and LayerNorm's deviation follow linearly.
+    Algorithm: Neuron i computes GELU(s (h·u − q_i)) for the quantiles q_i of h·u over images of noise that have the
+    spectrum of photographs; a large s makes it a step. With one token u between q_i and q_{i+1},
+    u = (∂W_i − ∂W_{i+1}) / (∂b_i − ∂b_{i+1}). The projection of the first attention is 0, so that u = LN(W x_n + e_n).
+    Outside the space of all W x, the direction of e_n identifies n; then x_n and LayerNorm's deviation follow linearly.
 
     Exact if: each token has a bin without others, and D > K + 1, so that the slot shows.
 

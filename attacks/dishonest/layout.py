@@ -1,22 +1,27 @@
 """What attacks of a dishonest server share: weights that pass tokens on unchanged, and Adam's first step, inverted."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from privlab.attacks.tokens import normalised_tokens
 from privlab.base import warn
-from privlab.images import photographs
 from privlab.release import observe
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
 
 STEEP = 1e3
 """A factor of weights and bias that makes a GELU a step at zero, as the published attacks need a ReLU."""
+
+_IMAGES = 14
+"""The images of noise over which quantiles are taken."""
+
+_CONTRAST = 0.25
+"""The standard deviation of their pixels, about that of photographs."""
 
 _SAME_SLOT = 0.9999
 """The least cosine of a token with its slot, outside the space of all patches. Mixtures of tokens are below it."""
@@ -125,6 +130,20 @@ def mlp_inputs(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Te
     return block.norm2(z + block.attn(block.norm1(z)))
 
 
+def noise_images(count: int, shape: Sequence[int]) -> Float[Tensor, "b c h w"]:
+    """Return images of noise whose amplitudes fall with the frequency f as 1 / f, as those of photographs do.
+
+    Args:
+        count: b, the number of images.
+        shape: c, h and w.
+    """
+    c, h, w = shape
+    noise = torch.randn(count, c, h, w, generator=Generator().manual_seed(0))
+    f = torch.hypot(torch.fft.fftfreq(h)[:, None], torch.fft.rfftfreq(w))  # h × (w/2 + 1), in cycles per pixel
+    images = torch.fft.irfft2(torch.fft.rfft2(noise) / (f + 1 / h), s=(h, w))
+    return (0.5 + _CONTRAST * (images - images.mean()) / images.std()).clamp(0, 1)
+
+
 @torch.no_grad()
 def changed_by(model: VictimModel, manipulation: Callable[[VictimModel, Tensor], None]) -> dict[str, Tensor]:
     """Return the first block's weights after a change of its MLP, behind an attention that adds nothing.
@@ -133,13 +152,13 @@ def changed_by(model: VictimModel, manipulation: Callable[[VictimModel, Tensor],
 
     Args:
         model: a copy of the honest model, which is changed.
-        manipulation: changes the MLP, by quantiles over the photographs that come along.
+        manipulation: changes the MLP, by quantiles over images of noise: photographs may be among those under attack.
     """
     block: Any = model.vit.blocks[0]
     block.attn.proj.weight.zero_()
     block.attn.proj.bias.zero_()
     block.norm2.load_state_dict(block.norm1.state_dict())
-    manipulation(model, photographs(model.image_shape[1:], None, model.image_shape[0]).to(model.mean))
+    manipulation(model, noise_images(_IMAGES, model.image_shape).to(model.mean))
     return {f"blocks.0.{name}": weight.detach() for name, weight in block.named_parameters()}
 
 

@@ -39,7 +39,7 @@ class TrapWeights:
 
     Steps: rows of active neurons → divide by the gradient of the bias → find the slot, solve for the patch
 
-    Algorithm: Neuron i computes GELU(s (r_i·u − q_i)) with q_i the quantile 0.99 of r_i·u over public photographs. With
+    Algorithm: Neuron i computes GELU(s (r_i·u − q_i)) with q_i the quantile 0.99 of r_i·u over images of noise. With
     one active token u, ∂W_i = δ uᵀ and ∂b_i = δ, so that u is their quotient. The paper makes a neuron rarely active by
     larger negative weights, scaled by a factor below 1 for the positive ones; inputs behind LayerNorm have both signs,
     so that a bias does it here. Slot and patch follow as in `imprint-bins`.
