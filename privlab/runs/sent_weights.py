@@ -213,7 +213,7 @@ def _statistics(model: VictimModel) -> dict[str, float]:
             if cosines.numel():
                 nearest = torch.maximum(cosines.amax(1), -cosines.amin(1))
                 parallel.append(float((nearest > _ALONE).float().mean()))
-                spread.append(float(norms.amax() / norms[used].median()))
+                spread.append(float(norms.amax() / norms.median().clamp_min(_FAINT * norms.amax())))
     vectors = {name: tensor for name, tensor in named.items() if tensor.ndim == 1 and tensor.numel()}
     norms = [
         float(tensor.abs().amax()) for name, tensor in vectors.items() if "norm" in name and name.endswith("weight")

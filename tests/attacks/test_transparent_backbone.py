@@ -15,6 +15,7 @@ from privlab.base import PrivlabError
 from privlab.evaluation import unread
 from privlab.metrics import psnr
 from privlab.patches import patchify
+from privlab.runs.sent_weights import audit_sent_weights
 from privlab.threat import Observation
 
 pytest.importorskip("peft", reason="needs privlab[peft]")
@@ -50,6 +51,19 @@ def test_enough_blocks_give_an_image_exactly(
     assert TransparentBackbone().beyond(seen) is None
     found = TransparentBackbone()(seen)
     assert (psnr(found, images) > 75).all()
+
+
+@pytest.mark.parametrize("trains", ["lora", "adapters"])
+def test_the_audit_of_the_backbone_alone_finds_it(trains: str, photographs: Callable[[int, int], Tensor]) -> None:
+    """Nothing is read from the layers of the backbone behind adapters, but most of their rows are 0."""
+    images = photographs(4, 16)
+    chosen = released(images[:1], trains=trains, rank=16, **SGD).model.vit.state_dict()
+    honest = make().model
+    assert not audit_sent_weights(honest, images).suspicious
+    shared = {name.replace(".base_layer", ""): tensor for name, tensor in chosen.items()}
+    honest.vit.load_state_dict({name: shared[name] for name in honest.vit.state_dict()})
+    unusual = {each.name for each in audit_sent_weights(honest, images).unusual}
+    assert "largest row / median row" in unusual
 
 
 def test_register_tokens_change_nothing(photographs: Callable[[int, int], Tensor]) -> None:
