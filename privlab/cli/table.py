@@ -114,7 +114,6 @@ def table(
             warn=shown.warn,
             progress=shown.progress,
         )
-    with shared.warned():
         filled = Run(path)
         results = filled.results
     form = "json" if as_json else format_
