@@ -1,6 +1,5 @@
 """`imprint-bins`: the patches of one image, from differences of adjacent neurons of the first MLP."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.attacks.dishonest.layout import STEEP, changed_by, image_of_tokens, mlp_inputs
-from privlab.threat import Capability, Client, Observation
+from privlab.attacks.dishonest.layout import STEEP, OneLayerAttack, mlp_inputs
 from privlab.victims import VictimModel
 
 _NOTHING = 1e-4
@@ -40,7 +38,7 @@ def bins(
 
 
 @dataclass(frozen=True)
-class ImprintBins:
+class ImprintBins(OneLayerAttack):
     """Divide the differences of adjacent rows of ∂ℓ/∂W₁ by those of ∂ℓ/∂b₁, where each neuron counts into a bin.
 
     Idea: The server gives all neurons of the first MLP one direction and rising thresholds. Two adjacent neurons then
@@ -67,36 +65,12 @@ class ImprintBins:
 
     name: ClassVar[str] = "imprint-bins"
     paper: ClassVar[str] = "Robbing the Fed (Fowl et al. 2022), in the first MLP of a ViT"
-    named_only: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            *(Capability.KNOWS_WEIGHTS, Capability.CHOOSES_WEIGHTS, Capability.PLAIN_BLOCK),
-            *(Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE),
-        }
-    )
-    parameters: ClassVar[tuple[str, ...]] = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias")
+    manipulate = staticmethod(bins)
 
-    def choose(self, model: VictimModel, images: int, client: Client | None) -> Mapping[str, Tensor]:
-        """Return bins in the first MLP, behind an attention that adds nothing.
-
-        Args:
-            model: a copy of the honest model.
-            images: the images of a release; it does not matter.
-            client: the settings of the client; they do not matter.
-        """
-        return changed_by(model, bins)
-
-    def beyond(self, seen: Observation) -> str | None:
-        """Return the condition on the width with its numbers if it does not hold."""
-        K, D = seen.model.vit.patch_embed.proj.weight[0].numel(), seen.model.vit.embed_dim
-        return None if D > K + 1 else f"D = {D} <= K + 1 = {K + 1}"
-
-    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
-        """Reconstruct the image of each release."""
-        images: list[Tensor] = []
-        for W, b in zip(*(seen.gradients[name].double() for name in self.parameters), strict=True):
-            # Thresholds rise with i: neuron i holds all tokens above its own. The last one has no next.
-            of_bin, of_bias = W - torch.cat([W[1:], W[:1] * 0]), b - torch.cat([b[1:], b[:1] * 0])
-            filled = of_bias.abs() > _NOTHING * of_bias.abs().max()
-            images.append(image_of_tokens(seen.model, of_bin[filled] / of_bias[filled, None]))
-        return torch.cat(images)
+    @staticmethod
+    def tokens(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> Float[Tensor, "t d"]:
+        """Return the quotients of the differences of adjacent neurons."""
+        # Thresholds rise with i: neuron i holds all tokens above its own. The last one has no next.
+        of_bin, of_bias = W - torch.cat([W[1:], W[:1] * 0]), b - torch.cat([b[1:], b[:1] * 0])
+        filled = of_bias.abs() > _NOTHING * of_bias.abs().max()
+        return of_bin[filled] / of_bias[filled, None]

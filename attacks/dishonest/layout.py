@@ -1,8 +1,9 @@
 """What attacks of a dishonest server share: weights that pass tokens on unchanged, and Adam's first step, inverted."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from torch import Generator, Tensor
 from privlab.attacks.tokens import normalised_tokens
 from privlab.base import warn
 from privlab.release import observe
-from privlab.threat import Client, Observation
+from privlab.threat import Capability, Client, Observation
 from privlab.victims import VictimModel
 
 STEEP = 1e3
@@ -144,22 +145,56 @@ def noise_images(count: int, shape: Sequence[int]) -> Float[Tensor, "b c h w"]:
     return (0.5 + _CONTRAST * (images - images.mean()) / images.std()).clamp(0, 1)
 
 
-@torch.no_grad()
-def changed_by(model: VictimModel, manipulation: Callable[[VictimModel, Tensor], None]) -> dict[str, Tensor]:
-    """Return the first block's weights after a change of its MLP, behind an attention that adds nothing.
+class OneLayerAttack(ABC):
+    """An attack by one changed layer, the first MLP: tokens are quotients of its gradients, and each shows its slot."""
 
-    The MLP then reads the tokens that the attention reads: its LayerNorm becomes that of the attention.
+    named_only: ClassVar[bool] = True
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            *(Capability.KNOWS_WEIGHTS, Capability.CHOOSES_WEIGHTS, Capability.PLAIN_BLOCK),
+            *(Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE),
+        }
+    )
+    parameters: ClassVar[tuple[str, ...]] = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias")
 
-    Args:
-        model: a copy of the honest model, which is changed.
-        manipulation: changes the MLP, by quantiles over images of noise: photographs may be among those under attack.
-    """
-    block: Any = model.vit.blocks[0]
-    block.attn.proj.weight.zero_()
-    block.attn.proj.bias.zero_()
-    block.norm2.load_state_dict(block.norm1.state_dict())
-    manipulation(model, noise_images(_IMAGES, model.image_shape).to(model.mean))
-    return {f"blocks.0.{name}": weight.detach() for name, weight in block.named_parameters()}
+    @staticmethod
+    @abstractmethod
+    def manipulate(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
+        """Change the first MLP of a model, by quantiles over images."""
+
+    @staticmethod
+    @abstractmethod
+    def tokens(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> Float[Tensor, "t d"]:
+        """Return candidates of tokens, quotients of the gradients of the layer's weights and biases."""
+
+    @torch.no_grad()
+    def choose(self, model: VictimModel, images: int, client: Client | None) -> Mapping[str, Tensor]:
+        """Return the first block's weights after a change of its MLP, behind an attention that adds nothing.
+
+        The MLP then reads the tokens that the attention reads: its LayerNorm becomes that of the attention. Quantiles
+        are taken over images of noise, since photographs may be among those under attack.
+
+        Args:
+            model: a copy of the honest model, which is changed.
+            images: the images of a release; it does not matter.
+            client: the settings of the client; they do not matter.
+        """
+        block: Any = model.vit.blocks[0]
+        block.attn.proj.weight.zero_()
+        block.attn.proj.bias.zero_()
+        block.norm2.load_state_dict(block.norm1.state_dict())
+        self.manipulate(model, noise_images(_IMAGES, model.image_shape).to(model.mean))
+        return {f"blocks.0.{name}": weight.detach() for name, weight in block.named_parameters()}
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return the condition on the width with its numbers if it does not hold."""
+        K, D = seen.model.vit.patch_embed.proj.weight[0].numel(), seen.model.vit.embed_dim
+        return None if D > K + 1 else f"D = {D} <= K + 1 = {K + 1}"
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the image of each release."""
+        released = zip(*(seen.gradients[name].double() for name in self.parameters), strict=True)
+        return torch.cat([image_of_tokens(seen.model, self.tokens(W, b)) for W, b in released])
 
 
 def image_of_tokens(model: VictimModel, tokens: Float[Tensor, "t d"]) -> Float[Tensor, "1 c h w"]:

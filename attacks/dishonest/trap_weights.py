@@ -1,6 +1,5 @@
 """`trap-weights`: the patches of one image, from neurons of the first MLP that are active for few tokens."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.attacks.dishonest.layout import STEEP, changed_by, image_of_tokens, mlp_inputs
-from privlab.threat import Capability, Client, Observation
+from privlab.attacks.dishonest.layout import STEEP, OneLayerAttack, mlp_inputs
 from privlab.victims import VictimModel
 
 _NOTHING = 1e-4
@@ -30,7 +28,7 @@ def traps(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
 
 
 @dataclass(frozen=True)
-class TrapWeights:
+class TrapWeights(OneLayerAttack):
     """Divide the rows of ∂ℓ/∂W₁ by ∂ℓ/∂b₁, where each neuron is active for about one token in a hundred.
 
     Idea: The server gives the neurons of the first MLP random directions, and thresholds that few tokens exceed. A
@@ -57,34 +55,10 @@ class TrapWeights:
 
     name: ClassVar[str] = "trap-weights"
     paper: ClassVar[str] = "trap weights (Boenisch et al. 2023), in the first MLP of a ViT"
-    named_only: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            *(Capability.KNOWS_WEIGHTS, Capability.CHOOSES_WEIGHTS, Capability.PLAIN_BLOCK),
-            *(Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE),
-        }
-    )
-    parameters: ClassVar[tuple[str, ...]] = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias")
+    manipulate = staticmethod(traps)
 
-    def choose(self, model: VictimModel, images: int, client: Client | None) -> Mapping[str, Tensor]:
-        """Return traps in the first MLP, behind an attention that adds nothing.
-
-        Args:
-            model: a copy of the honest model.
-            images: the images of a release; it does not matter.
-            client: the settings of the client; they do not matter.
-        """
-        return changed_by(model, traps)
-
-    def beyond(self, seen: Observation) -> str | None:
-        """Return the condition on the width with its numbers if it does not hold."""
-        K, D = seen.model.vit.patch_embed.proj.weight[0].numel(), seen.model.vit.embed_dim
-        return None if D > K + 1 else f"D = {D} <= K + 1 = {K + 1}"
-
-    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
-        """Reconstruct the image of each release."""
-        images: list[Tensor] = []
-        for W, b in zip(*(seen.gradients[name].double() for name in self.parameters), strict=True):
-            active = b.abs() > _NOTHING * b.abs().max()
-            images.append(image_of_tokens(seen.model, W[active] / b[active, None]))
-        return torch.cat(images)
+    @staticmethod
+    def tokens(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> Float[Tensor, "t d"]:
+        """Return the quotients of neurons that any token activates."""
+        active = b.abs() > _NOTHING * b.abs().max()
+        return W[active] / b[active, None]
