@@ -10,9 +10,6 @@ from torch import Generator, Tensor
 from privlab.attacks.dishonest.layout import STEEP, OneLayerAttack, mlp_inputs
 from privlab.victims import VictimModel
 
-_NOTHING = 1e-4
-"""The share of the largest difference of biases below which a bin is empty."""
-
 
 @torch.no_grad()
 def bins(
@@ -68,9 +65,7 @@ class ImprintBins(OneLayerAttack):
     manipulate = staticmethod(bins)
 
     @staticmethod
-    def tokens(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> Float[Tensor, "t d"]:
-        """Return the quotients of the differences of adjacent neurons."""
+    def sums(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> tuple[Float[Tensor, "m d"], Float[Tensor, " m"]]:
+        """Return the sums over the tokens of each bin, the differences of adjacent neurons."""
         # Thresholds rise with i: neuron i holds all tokens above its own. The last one has no next.
-        of_bin, of_bias = W - torch.cat([W[1:], W[:1] * 0]), b - torch.cat([b[1:], b[:1] * 0])
-        filled = of_bias.abs() > _NOTHING * of_bias.abs().max()
-        return of_bin[filled] / of_bias[filled, None]
+        return W - torch.cat([W[1:], W[:1] * 0]), b - torch.cat([b[1:], b[:1] * 0])

@@ -24,6 +24,9 @@ _IMAGES = 14
 _CONTRAST = 0.25
 """The standard deviation of their pixels, about that of photographs."""
 
+_NOTHING = 1e-4
+"""The share of the largest sum of biases below which a neuron or a bin has no token."""
+
 _SAME_SLOT = 0.9999
 """The least cosine of a token with its slot, outside the space of all patches. Mixtures of tokens are below it."""
 
@@ -98,8 +101,8 @@ def points_on_sphere(n: int) -> Float[Tensor, "n 3"]:
 
 def nearest_angle(points: Float[Tensor, "n 3"]) -> float:
     """Return the least 1 − cos of the angle of two different points of the unit sphere; 1 for a single point."""
-    apart = 1 - points @ points.T
-    return float(apart.fill_diagonal_(math.inf).min()) if len(points) > 1 else 1.0
+    distances = 1 - points @ points.T  # n × n
+    return float(distances.fill_diagonal_(math.inf).min()) if len(points) > 1 else 1.0
 
 
 def cosine_rows(n: int) -> Float[Tensor, "n n"]:
@@ -163,9 +166,9 @@ class OneLayerAttack(ABC):
         """Change the first MLP of a model, by quantiles over images."""
 
     @staticmethod
-    @abstractmethod
-    def tokens(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> Float[Tensor, "t d"]:
-        """Return candidates of tokens, quotients of the gradients of the layer's weights and biases."""
+    def sums(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> tuple[Float[Tensor, "m d"], Float[Tensor, " m"]]:
+        """Return the sums over the tokens of each neuron: the gradients of the layer's weights and biases."""
+        return W, b
 
     @torch.no_grad()
     def choose(self, model: VictimModel, images: int, client: Client | None) -> Mapping[str, Tensor]:
@@ -193,8 +196,12 @@ class OneLayerAttack(ABC):
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the image of each release."""
-        released = zip(*(seen.gradients[name].double() for name in self.parameters), strict=True)
-        return torch.cat([image_of_tokens(seen.model, self.tokens(W, b)) for W, b in released])
+        images: list[Tensor] = []
+        for W, b in zip(*(seen.gradients[name].double() for name in self.parameters), strict=True):
+            rows, biases = self.sums(W, b)
+            filled = biases.abs() > _NOTHING * biases.abs().max()
+            images.append(image_of_tokens(seen.model, rows[filled] / biases[filled, None]))
+        return torch.cat(images)
 
 
 def image_of_tokens(model: VictimModel, tokens: Float[Tensor, "t d"]) -> Float[Tensor, "1 c h w"]:

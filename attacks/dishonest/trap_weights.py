@@ -10,9 +10,6 @@ from torch import Generator, Tensor
 from privlab.attacks.dishonest.layout import STEEP, OneLayerAttack, mlp_inputs
 from privlab.victims import VictimModel
 
-_NOTHING = 1e-4
-"""The share of the largest gradient of a bias below which no token is active."""
-
 
 @torch.no_grad()
 def traps(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
@@ -56,9 +53,3 @@ class TrapWeights(OneLayerAttack):
     name: ClassVar[str] = "trap-weights"
     paper: ClassVar[str] = "trap weights (Boenisch et al. 2023), in the first MLP of a ViT"
     manipulate = staticmethod(traps)
-
-    @staticmethod
-    def tokens(W: Float[Tensor, "m d"], b: Float[Tensor, " m"]) -> Float[Tensor, "t d"]:
-        """Return the quotients of neurons that any token activates."""
-        active = b.abs() > _NOTHING * b.abs().max()
-        return W[active] / b[active, None]

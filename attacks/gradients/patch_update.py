@@ -304,13 +304,13 @@ class PatchUpdate(Checked):
             off, now = min(zip(offs, tried, strict=True), key=lambda of: of[0])
             # In a mixture a class whose probability exceeds its share has a rising bias, so that
             # one class is left, which does not explain the head.
-            if may_mix and _residual(now.made, update, ["head.bias"]) >= EXPLAINED_RESIDUAL:
-                soft = soft_targets(seen, now.candidate.image)
-                is_soft = soft is not None and float(soft.max()) < _HARD
-            if may_mix and is_soft:
-                may_mix = False
-                continue
-            may_mix = False
+            if may_mix:
+                may_mix = False  # the first round decides
+                if _residual(now.made, update, ["head.bias"]) >= EXPLAINED_RESIDUAL:
+                    soft = soft_targets(seen, now.candidate.image)
+                    is_soft = soft is not None and float(soft.max()) < _HARD
+                if is_soft:
+                    continue
             # If the filter left out the head and no tried label explains the embedding's
             # update, the label is none of these.
             if (
