@@ -16,7 +16,7 @@ from privlab.grids import specify
 from privlab.release import recorded_cut_layer
 from privlab.release.capture import capture_update
 from privlab.report.run import Run
-from privlab.runs.sent_weights import WeightsAudit, audit_of_round, audit_sent_weights
+from privlab.runs.sent_weights import MOST_IMAGES, WeightsAudit, audit_of_round, audit_sent_weights
 from privlab.threat import Client
 from privlab.victims import Victim, read_state, save, victim
 from privlab.victims.layouts import choose, from_any_layout
@@ -154,12 +154,12 @@ def audit_weights(
     place = pick_device(device)
     own = _with_weights(weights, model, options).to(place)
     before = None if last is None else dict(_with_weights(last, model, options).model.vit.named_parameters())
-    batch = given_batch(own, images)
+    batch = given_batch(own, images, limit=MOST_IMAGES if limit is None else limit)
     if batch.failed:
         raise PrivlabError(f"{batch.failed[0].name} cannot be used. {batch.failed[0].problem}")
     if limit is None:
         return audit_of_round(own.model, batch.images, before)
-    return audit_sent_weights(own.model, batch.images[:limit], before)
+    return audit_sent_weights(own.model, batch.images, before)
 
 
 def _with_weights(weights: Weights, model: str | nn.Module | Victim, options: Mapping[str, Any]) -> Victim:

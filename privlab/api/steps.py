@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ def given_batch(
     what: str = "images",
     *,
     numbers: bool = False,
+    limit: int | None = None,
 ) -> Batch:
     """Return images as the victim takes them; tensors have its size already, and are known by the hash of its input.
 
@@ -132,6 +134,7 @@ def given_batch(
         labels: as `data_of` takes them.
         what: what the images are, for the errors.
         numbers: whether labels are numeric targets.
+        limit: how many images are taken, of classes in turn; the others are not read. None for all.
 
     Raises:
         PrivlabError: if they do not fit the model, or are to be read and the victim is only a model.
@@ -141,8 +144,11 @@ def given_batch(
         if not isinstance(victim, Victim):
             raise PrivlabError(f"The {what} are read with a victim's preprocessing. Found a model: give the victim.")
         data = data_of(images, labels, numbers=numbers)
+        if limit is not None:
+            data = data.by_turns()
+            data = replace(data, places=data.places[:limit])
         return batch_of(open_images(data, labels=labels) if isinstance(labels, str) else data, victim.preprocessing)
-    x = images_for(model_of(victim), images, what)
+    x = images_for(model_of(victim), images[:limit], what)
     hashes = [hashlib.sha256(image.tobytes()).hexdigest() for image in x.cpu().numpy()]
     named = [NamedImage(f"image-{i}", sha256, None) for i, sha256 in enumerate(hashes)]
     if labels is not None and not isinstance(labels, str):

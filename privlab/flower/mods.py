@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 
 from flwr.app import Context, Message
@@ -89,19 +88,14 @@ class AuditMod:
         made = victim(model)
         self.audit = OwnUpdateAudit(made.model, client, max_psnr, max_explained)
         self.folder, self.images = Path(folder), images
-        self.made, self.check_weights = made, check_weights
+        self.preprocessing, self.check_weights = made.preprocessing, check_weights
         if images is None:
             self.audit.check_certificate()
-
-    @cached_property
-    def _samples(self) -> Float[Tensor, "b c h w"]:
-        """Return bundled photographs, which are decoded only if the client gives no images."""
-        return sample_images(self.made)
 
     def _why_not_train(self, msg: Message, ctxt: Context) -> str | None:
         """Return why the client must not train on the weights in a message; None where nothing unusual was found."""
         try:
-            images = self._samples if self.images is None else self.images(ctxt)
+            images = sample_images(self.preprocessing) if self.images is None else self.images(ctxt)
             return self.audit.why_not_train(weights_of(msg, "server"), images)
         except PrivlabError as error:
             return f"the server's weights cannot be audited: {error}"

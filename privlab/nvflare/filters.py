@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -128,21 +127,17 @@ class AuditFilter(_UpdateFilter):
         super().__init__()
         made = victim(model)
         self.audit = OwnUpdateAudit(made.model, client, max_psnr)
-        self.made, self.check_weights = made, check_weights
+        self.preprocessing, self.check_weights = made.preprocessing, check_weights
         self.folder, self.images = folder, images
         if images is None:
             self.audit.check_certificate()
-
-    @cached_property
-    def _samples(self) -> Float[Tensor, "b c h w"]:
-        """Return bundled photographs, which are decoded only if the client gives no images."""
-        return sample_images(self.made)
 
     def _look_at_sent(self, sent: Mapping[str, Tensor], site: str) -> None:
         if not self.check_weights:
             return
         try:
-            why = self.audit.why_not_train(sent, self._samples if self.images is None else self.images())
+            images = sample_images(self.preprocessing) if self.images is None else self.images()
+            why = self.audit.why_not_train(sent, images)
         except PrivlabError as error:
             why = f"the server's weights cannot be audited: {error}"
         if why is not None:

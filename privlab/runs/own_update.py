@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from privlab.attacks import PatchGradient
 from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision, plain_data, unwritable
 from privlab.evaluation import batch_of
-from privlab.images import open_images
+from privlab.images import Preprocessing, open_images
 from privlab.metrics import correlation, psnr, psnr_affine
 from privlab.release import (
     EXPLAINED_RESIDUAL,
@@ -28,7 +29,7 @@ from privlab.runs.client_fit import decay_shown
 from privlab.runs.sent_weights import MOST_IMAGES, audit_of_round
 from privlab.runs.update_diagnosis import fed_pixels, residual_of_pixels
 from privlab.threat import Client, Observation
-from privlab.victims import Victim, VictimModel
+from privlab.victims import VictimModel
 
 _PE, _PROJECTION = PatchGradient.parameters
 
@@ -257,9 +258,10 @@ class OwnUpdateAudit:
             self.model.vit.get_parameter(name).copy_(value)
 
 
-def sample_images(made: Victim) -> Float[Tensor, "b c h w"]:
+@lru_cache(maxsize=1)
+def sample_images(preprocessing: Preprocessing) -> Float[Tensor, "b c h w"]:
     """Return bundled photographs as a victim is fed them, on which weights are tested where no others are given."""
-    return batch_of(open_images("samples", limit=MOST_IMAGES), made.preprocessing).images
+    return batch_of(open_images("samples", limit=MOST_IMAGES), preprocessing).images
 
 
 def write_line(path: Path, line: Mapping[str, object]) -> None:

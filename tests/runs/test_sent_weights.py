@@ -218,3 +218,19 @@ def test_half_precision_is_audited_as_the_model_has_it(files: Path, cli: Any) ->
     found = cli("audit", "weights", files / "half.safetensors", "--model", "cifar_vit", "--limit", "2", "--json")
     assert not found.json["suspicious"]
     assert "half.safetensors has weights of torch.float16; they are audited in" in found.err
+
+
+def test_only_the_images_that_are_tested_are_read(cifar: Victim) -> None:
+    class Counted:
+        read = 0
+
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, place: int) -> tuple[Tensor, int]:
+            self.read += 1
+            return torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(place)), 0
+
+    data = Counted()
+    privlab.audit_weights(cifar.model.vit, model="cifar_vit", images=data)
+    assert data.read <= 2 * sent_weights.MOST_IMAGES  # the first one's values are checked when data are opened
