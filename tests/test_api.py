@@ -52,6 +52,17 @@ def test_gradients_step_by_step(photos: Tensor) -> None:
     assert not torch.equal(seen.gradients[name], other.gradients[name])
 
 
+@pytest.mark.parametrize(("release", "right"), [(privlab.Client(), "Update"), ("gradient", "Gradient"), (None, None)])
+def test_what_is_no_release_is_refused(photos: Tensor, release: Any, right: str | None) -> None:
+    if right is None:
+        assert privlab.observe("cifar_vit", photos, [3, 7, 1], release=release).gradients
+        return
+    with pytest.raises(PrivlabError, match=f"release must be.*{type(release).__name__}.*{right}"):
+        privlab.observe("cifar_vit", photos, [3, 7, 1], release=release)
+    with pytest.raises(PrivlabError, match=r"release.*name|release.*gradient"):
+        privlab.attack("cifar_vit", photos, [3, 7, 1], release=release)
+
+
 def test_the_batch_changes_no_bit_of_a_shuffled_image_s_gradient(photos: Tensor) -> None:
     victim, mjp, labels = privlab.victim("cifar_vit_mjp27"), Mjp(gamma=0.27), torch.tensor([3, 7, 1])
     seen = privlab.observe(victim, photos, labels, defense=mjp)

@@ -20,6 +20,7 @@ from privlab.images.given import data_of
 from privlab.images.targets import checked_targets
 from privlab.release.checked import images_for, model_of
 from privlab.threat import (
+    Client,
     DishonestAttack,
     FeatureObservation,
     Features,
@@ -69,7 +70,7 @@ def observe(
         draw: number of the draw; each gives other random numbers for the same image.
 
     Raises:
-        PrivlabError: if images, labels or the defense do not fit the model or the release.
+        PrivlabError: if images, labels or the defense do not fit the model or the release, or it is no release.
 
     Example:
         >>> import torch, privlab
@@ -83,6 +84,11 @@ def observe(
         victim = make_victim(victim)
     model = model_of(victim)
     release = Gradient() if release is None else release
+    if not isinstance(release, Release):
+        which = "privlab.Update(client)" if isinstance(release, Client) else "privlab.Gradient()"
+        raise PrivlabError(
+            f"release must be a Gradient, Features or an Update. Found {type(release).__name__}: take {which}."
+        )
     several = isinstance(release, Update) and release.client.takes_several_classes
     predicted = isinstance(labels, str) and labels == "predicted"
     given = given_batch(victim, images, labels, numbers=takes_numbers(release, labels))

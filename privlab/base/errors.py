@@ -50,13 +50,15 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
 
 
 def check_name(kind: str, name: str, choices: Collection[str]) -> None:
-    """Raise `unknown_name` of these arguments, unless the name is one of the choices.
+    """Raise `unknown_name` of these arguments, unless the name is one of the choices; an object is no name.
 
     Args:
         kind: what is named, as in `unknown_name`.
         name: the name that the user gave.
         choices: the valid names.
     """
+    if not isinstance(name, str):
+        raise PrivlabError(f"A {kind} is given by its name, such as '{min(choices)}'. Found {type(name).__name__}.")
     if name not in choices:
         raise unknown_name(kind, name, choices)
 
