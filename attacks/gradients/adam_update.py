@@ -5,8 +5,9 @@
 # 1. `shown_by_round` undoes decay, and reads of each g its sign, and its magnitude
 # where that is not large compared with ε.
 # 2. With expected magnitudes for the others, `weighted_patches` solves Aᵀ X = G for a first X.
-# 3. Where many magnitudes of ∂ℓ/∂W are known, `signed_product` fits A and X to signs, bounds and magnitudes.
-# 4. Where few are, `_Search` descends over X and Δ = ∂ℓ/∂z_L, which give the gradients of all matrices before it.
+# 3. `_Search` descends over X and Δ = ∂ℓ/∂z_L, which give the gradients of all matrices before it, by their signs.
+# 4. For L = 1, 2, … blocks, damped Gauss-Newton steps of a `Stage` move X and Δ, until all gradients before block L
+# have the known magnitudes and keep to the bounds of the others.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,21 +23,23 @@ from privlab.attacks.solvers import (
     ONE_IMAGE,
     Adam,
     FirstBlocks,
+    Shown,
     Smoothness,
+    Stage,
     descend,
     expected_excess,
     expected_value,
+    likelihood_of_shares,
     photograph_gradients,
     row_disagreement,
     shown_by_round,
-    signed_product,
     slot_gradients,
     too_many,
     values_and_slopes,
     warn_of_limits,
     weighted_patches,
 )
-from privlab.base import AtLeast0, Checked, NotNegative, PrivlabError
+from privlab.base import AtLeast0, AtLeast1, Checked, NotNegative, PrivlabError, draw_for, full_precision
 from privlab.patches import patchify
 from privlab.release import Update, each_release
 from privlab.threat import Capability, Client, GradientDefense, Observation
@@ -50,10 +53,8 @@ _RATE, _FASTER = 0.1, 2.0
 _SECOND = 0.98
 """The share of squared slopes that the search keeps from step to step: they fall by orders of magnitude in hundreds."""
 
+EPSILON = 0.1  # ε of the image prior of the last search, in standard deviations of differences of adjacent pixels
 _EDGES = 0.002  # weight of the edges' energy, a mean over the pixels
-
-_KNOWN_ENOUGH = 1 / 3
-"""The share of ∂ℓ/∂W with known magnitudes from which the embedding's two gradients alone are explained."""
 
 _BOX = 30.0  # weight of the mean squared distance of normalised pixels from those of black and white
 
@@ -66,18 +67,17 @@ class AdamUpdate(Checked):
     show their magnitude too, because Adam adds ε to what it divides by. The attack looks for an image, as smooth as
     photographs are, and for one gradient behind the first blocks, which together give matrices these signs and sizes.
 
-    Steps: undo decay, read signs, invert ε → solve Aᵀ X = G, weighed → search image and gradient by signs
+    Steps: undo decay, read signs, invert ε → solve Aᵀ X = G, weighed → search by signs → fit to magnitudes and bounds
 
     Algorithm: A fresh state of Adam moves a weight by η g / (|g| + ε) in its first step. So the update has the sign of
     each g, and the magnitude of those that are not large compared with ε (`shown_by_adam`); of others a lower bound.
 
     1. X is the least-squares solution of (∂ℓ/∂E_pos)ᵀ X = ∂ℓ/∂W that takes unknown magnitudes for their expected ones.
-    2. Where less than a third of ∂ℓ/∂W is known, X and Δ = ∂ℓ/∂z_L are searched for, which give the gradients of all
-       matrices of the embedding and of the first L blocks, whatever follows (`FirstBlocks`). The mean of 1 − cos, of
-       each row of these with what is shown of it, is minimised over both by Adam, with the energy of X's edges
-       (`Smoothness`). Each block adds signs and no unknown.
-    3. Where more is known, magnitudes tell more than further signs: the embedding's two gradients alone are explained,
-       with the errors that rounding leaves (`signed_product`).
+    2. X and Δ = ∂ℓ/∂z_L give the gradients of all matrices of the embedding and of the first L blocks, whatever follows
+       (`FirstBlocks`). The mean of 1 − cos, of each row of these with what is shown of it, is minimised over both by
+       Adam, with the energy of X's edges (`Smoothness`). Each block adds signs and no unknown.
+    3. From there, damped Gauss-Newton steps fit X and Δ to the known magnitudes, within their errors, and to the signs
+       and bounds of the others, with L = 1 and then with 2 (`Stage`).
 
     Of several steps the size of a median entry's move counts as that of a full step, and the spread of the moves about
     it as their error: an image that is learnt in the first steps has small gradients after them.
@@ -90,15 +90,16 @@ class AdamUpdate(Checked):
     Fails if: the optimiser's state is not fresh, a filter was applied, or the decay is inside Adam's division (AdamW's
     is undone). It refuses a gradient of several images, because its equations then mix the images.
 
-    Cost: 14 s an image of 96 pixels, 24 s of 160 (ViT-Ti, one core).
+    Cost: 90 s an image of 96 pixels, 150 s of 160 (ViT-Ti, one core).
 
     Studies: adam, updates
 
     Args:
-        steps: steps of the search over the first blocks; 0 leaves out both searches.
-        blocks: L, at least 0.
-        stage_steps: steps of L-BFGS in each of the five stages of the other search.
-        prior: factor of the weight of the edges' energy.
+        steps: steps of the search by signs; 0 leaves it out.
+        blocks: the largest L, at least 0.
+        prior: factor of the weight of the edges' energy in the search by signs.
+        rounds: Gauss-Newton steps for each number of blocks; 0 leaves them out.
+        solver_steps: steps of conjugate gradients in each, at least 1.
 
     Source: one-bit measurements as in 1-bit compressed sensing (Boufounos and Baraniuk, CISS 2008), here of what a
     network's first blocks make of two unknown matrices.
@@ -107,7 +108,7 @@ class AdamUpdate(Checked):
     name: ClassVar[str] = "adam-update"
     paper: ClassVar[str] = "ours: patch-gradient on the signs and the small entries that Adam's first step shows"
     order: ClassVar[int] = 30
-    short: ClassVar[Mapping[str, Any]] = {"steps": 1, "stage_steps": 1}
+    short: ClassVar[Mapping[str, Any]] = {"steps": 1, "rounds": 1, "solver_steps": 2}
     requires: ClassVar[frozenset[Capability]] = ONE_IMAGE | {Capability.KNOWS_WEIGHTS, Capability.CLIENT_UPDATE}
     effort: ClassVar[str] = "standard"
     search: ClassVar[bool] = True
@@ -116,8 +117,9 @@ class AdamUpdate(Checked):
 
     steps: AtLeast0 = 400
     blocks: AtLeast0 = 2
-    stage_steps: AtLeast0 = 200
     prior: NotNegative = 1.0
+    rounds: AtLeast0 = 12
+    solver_steps: AtLeast1 = 60
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, with the numbers."""
@@ -147,21 +149,30 @@ class AdamUpdate(Checked):
     def _patches(self, seen: Observation, client: Client, update: Update) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image."""
         # |u| / η = |g| / (|g| + ε) gives |g| = ε |u| / (η − |u|), known only where rounding does not hide the
-        # difference from a full step. All matrices of the embedding and of the first L blocks are read.
-        first = FirstBlocks.of(seen.model, self.blocks, update)
-        shown = shown_by_round(seen.model, client, {name: update[name] for name in first.names}, first.matrix)
+        # difference from a full step.
+        shown = shown_by_round(seen.model, client, update)
         # Unknown magnitudes are their bound plus the expected excess over it, which is also the error of such an entry.
-        wanted = {name: expected_value(of) for name, of in shown.items()}
-        errors = [torch.where(of.known, of.deviation, expected_excess(of)) for of in (shown[_PE], shown[_PROJECTION])]
+        first = FirstBlocks.of(seen.model, self.blocks, update)
+        rows = shown | {_PE: shown[_PE].last(seen.model.vit.patch_embed.num_patches)}
+        wanted = {name: expected_value(rows[name]) for name in first.names}
+        errors = [torch.where(of.known, of.deviation, expected_excess(of)) for of in (rows[_PE], rows[_PROJECTION])]
         # Aᵀ X = G with A (N × D) and G (D × K), each entry weighed by the inverse variance of these errors.
         X = weighted_patches(wanted[_PE], wanted[_PROJECTION], errors[0], errors[1])
-        if not self.steps:
-            return X
-        # With many known magnitudes the two gradients of the embedding say more than the signs of further layers.
-        if float(shown[_PROJECTION].known.double().mean()) > _KNOWN_ENOUGH:
-            a, g, names = shown[_PE], shown[_PROJECTION], seen.photographs
-            return signed_product(seen.model, a, g, X, names, self.stage_steps, self.prior)
-        # Else signs of more layers are added: 1 − cos of rows, over X and Δ, by Adam from the X found.
+        if self.steps:
+            X = self._search(seen, client, update, first, wanted, X)
+        return self._fit(seen, shown, X) if self.rounds else X
+
+    def _search(
+        self,
+        seen: Observation,
+        client: Client,
+        update: Update,
+        first: FirstBlocks,
+        wanted: Mapping[str, Float[Tensor, "_ _"]],
+        X: Float[Tensor, "n k"],
+    ) -> Float[Tensor, "n k"]:
+        """Return the patches whose gradients have the signs of what is wanted, row by row."""
+        # 1 − cos of rows, over X and Δ, by Adam from the X found.
         search = _Search.of(first, wanted, photograph_gradients(seen.model, seen.photographs), self.prior * _EDGES)
         own = (
             hash_of(seen.model.state_dict()),
@@ -172,6 +183,22 @@ class AdamUpdate(Checked):
         )
         best, _ = descend(Adam(_RATE, second=_SECOND), search.start(X)[None], search, self.steps, own)
         return search.parts(best[0])[0]
+
+    def _fit(self, seen: Observation, shown: Mapping[str, Shown], X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """Return the patches whose gradients have the known magnitudes, and keep to the bounds of the others."""
+        # The gradients of L = 1, 2, … blocks are made from X and Δ. More blocks add equations and no unknown.
+        X = X[None].to(seen.model.mean)
+        likelihood = likelihood_of_shares(shown, X)
+        prior = Smoothness(seen.model.image_shape, photograph_gradients(seen.model, seen.photographs))
+        with full_precision():
+            for blocks in range(1, min(self.blocks, len(seen.model.vit.blocks)) + 1):
+                stage = Stage.of(seen.model, blocks, likelihood, prior, EPSILON)
+                point = stage.start(X, self.solver_steps)
+                for number in range(self.rounds):
+                    draw = draw_for(0, self.name, f"probes of {blocks} blocks", number)
+                    point = stage.step(point, self.solver_steps, draw)
+                X = point.X
+        return X[0]
 
 
 @dataclass(frozen=True, eq=False)

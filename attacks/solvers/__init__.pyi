@@ -3,10 +3,9 @@ from .adam_shares import expected_excess as expected_excess
 from .adam_shares import expected_value as expected_value
 from .adam_shares import largest_step as largest_step
 from .adam_shares import least_step as least_step
-from .adam_shares import misfit as misfit
+from .adam_shares import likelihood_of_shares as likelihood_of_shares
 from .adam_shares import shown_by_adam as shown_by_adam
 from .adam_shares import shown_by_round as shown_by_round
-from .adam_shares import signed_product as signed_product
 from .denoiser import denoise as denoise
 from .denoiser import plug_and_play as plug_and_play
 from .descent import OPTIMISERS as OPTIMISERS
@@ -39,6 +38,7 @@ from .masked_slots import warn_of_limits as warn_of_limits
 from .masked_slots import zero_rows as zero_rows
 from .noisy_gradients import Likelihood as Likelihood
 from .noisy_gradients import NoisyGradients as NoisyGradients
+from .noisy_gradients import distance as distance
 from .noisy_gradients import posterior as posterior
 from .prior import EDGE_WIDTH as EDGE_WIDTH
 from .prior import Smoothness as Smoothness
@@ -48,6 +48,7 @@ from .prior import photograph_gradients as photograph_gradients
 from .prior import photograph_windows as photograph_windows
 from .prior import total_variation as total_variation
 from .scales import Scales as Scales
+from .stages import Stage as Stage
 from .updates import fit_decay as fit_decay
 from .updates import patches_of_levels as patches_of_levels
 from .updates import rounding_of_embedding as rounding_of_embedding

@@ -103,8 +103,9 @@ Gradients = Mapping[str, Float[Tensor, "s ..."]]
 class Likelihood:
     """Released gradients of all layers, with the `variance` of the error of each entry, for each of r releases.
 
-    An entry that was released as zero, and may be another number, lies within ±`edge`; `edge` is zero for all other
-    entries. The functions in `expected` apply what a defense does on average, such as clipping.
+    An entry that was released as zero, and may be another number, lies within ±`edge`. Where `edge` is negative, the
+    entry has the sign of what was released and is at least as large; where it is zero, it is what was released, but for
+    its error. The functions in `expected` apply what a defense does on average, such as clipping.
     """
 
     released: Mapping[str, Float[Tensor, "r ..."]]
@@ -145,9 +146,19 @@ class Likelihood:
             g = expected(g)
         total = []
         for name, each in g.items():
-            off = each - self.released[name][release]
-            edge = self.edge[name][release]
-            # An entry within its interval is at the distance 0.
-            off = off - off.clamp(-edge, edge)
+            off = distance(each, self.released[name][release], self.edge[name][release])
             total.append((off.square() / self.variance[name][release]).flatten(1).sum(1))
         return torch.stack(total).sum(0) / 2
+
+
+def distance(made: Float[Tensor, "..."], released: Float[Tensor, "..."], edge: Float[Tensor, "..."]) -> Tensor:
+    """Return how far entries of a gradient are from what was released of them, or from the interval that they lie in.
+
+    Args:
+        made: the entries.
+        released: what was released of each.
+        edge: as in `Likelihood`: > 0 for an interval about zero, < 0 for a lower bound of the magnitude, 0 for neither.
+    """
+    sign = released.sign()
+    short = sign * (sign * made - released.abs()).clamp_max(0)
+    return torch.where(edge > 0, made - made.clamp(-edge, edge), torch.where(edge < 0, short, made - released))

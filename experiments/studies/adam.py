@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
-from privlab.attacks.solvers import FirstBlocks, Shown, shown_by_round
+from privlab.attacks.solvers import Shown, shown_by_round, token_count
 from privlab.base import PrivlabError, check_range, full_precision
 from privlab.evaluation import batches, labelled, source_of
 from privlab.grids import specify
@@ -107,15 +107,14 @@ class AdamStudy:
         client = Client(optimiser="adamw", lr=self.rate, steps=1)
         seen = observe_updates(base.model, client, [ClientData(pixels, label, Generator().manual_seed(0))])
         (update,) = each_release(seen)
-        first = FirstBlocks.of(base.model, self.blocks, update)
-
-        def rows(name: str, of: Tensor) -> Tensor:
-            return first.matrix(name, of) if of.ndim > 1 else of[None]
-
-        shown = shown_by_round(base.model, client, update, rows)
-        (n, d), k = shown[_PE].value.shape, shown[_PROJECTION].value.shape[1]
-        embedding, blocks = [shown[_PE], shown[_PROJECTION]], [shown[name] for name in first.names]
-        behind = n * k + (n + first.prefix) * d
+        shown = shown_by_round(base.model, client, update)
+        n = base.model.vit.patch_embed.num_patches
+        shown[_PE] = shown[_PE].last(n)
+        d, k = shown[_PROJECTION].value.shape
+        before = (_PE, _PROJECTION, *(f"blocks.{level}." for level in range(self.blocks)))
+        matrices = [name for name in shown if name.startswith(before) and update[name].ndim > 1]
+        embedding, blocks = [shown[_PE], shown[_PROJECTION]], [shown[name] for name in matrices]
+        behind = n * k + token_count(base.model) * d
         with torch.no_grad(), full_precision():
             loss = float(F.cross_entropy(base.model(pixels), label))
             read = base.model.vit.forward_head(base.model.vit.forward_features(base.model.normalise(pixels)), True)[0]

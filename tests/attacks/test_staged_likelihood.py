@@ -10,8 +10,9 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradientAdaptive, StagedLikelihood
-from privlab.attacks.published.staged_likelihood import _Gram, _Stage, _stages
-from privlab.attacks.solvers import Likelihood, Smoothness, photograph_gradients
+from privlab.attacks.published.staged_likelihood import _stages
+from privlab.attacks.solvers import Likelihood, Smoothness, Stage, distance, photograph_gradients
+from privlab.attacks.solvers.stages import _Gram
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, Mjp
 from privlab.metrics import psnr
@@ -29,9 +30,9 @@ def under(model: VictimModel, images: Tensor, *defense: GradientDefense) -> Obse
     return observe(model, images, LABELS[: len(images)], sorted(released_parameters(model)), defense, draws)
 
 
-def stage_of(seen: Observation, blocks: int) -> _Stage:
+def stage_of(seen: Observation, blocks: int) -> Stage:
     prior = Smoothness(seen.model.image_shape, photograph_gradients(seen.model))
-    return _Stage.of(seen.model, blocks, Likelihood.of(seen, seen.gradients), prior, 0.1)
+    return Stage.of(seen.model, blocks, Likelihood.of(seen, seen.gradients), prior, 0.1)
 
 
 def rows_of(model: VictimModel, images: Tensor) -> Tensor:
@@ -101,9 +102,11 @@ def test_an_entry_that_is_missing_counts_beyond_its_interval_alone(tiny_model: M
     stage = stage_of(seen, 1)
     missing = stage.edge > 0
     assert torch.equal(missing, stage.released == 0)
-    assert not stage._off(0.9 * stage.edge)[missing].any()
-    assert_close(stage._off(-1.5 * stage.edge)[missing], -0.5 * stage.edge[missing])
-    assert_close(stage._off(stage.released + 1)[~missing], torch.ones_like(stage.released)[~missing])
+    off = {share: distance(share * stage.edge, stage.released, stage.edge) for share in (0.9, -1.5)}
+    assert not off[0.9][missing].any()
+    assert_close(off[-1.5][missing], -0.5 * stage.edge[missing])
+    exact = distance(stage.released + 1, stage.released, stage.edge)
+    assert_close(exact[~missing], torch.ones_like(stage.released)[~missing])
 
 
 def test_entries_weigh_by_the_error_that_the_defense_states(tiny_model: Make, images: Tensor) -> None:
@@ -131,7 +134,8 @@ def test_steps_lower_the_objective_and_find_the_image(tiny_model: Make, images: 
     point = stage.start(X + 0.2 * noise, 30)
     misfits = []
     for number in range(4):
-        misfits.append((stage.weight * stage._off(stage._gradients(point.X, point.Δ))).square().sum(1))
+        off = distance(stage._gradients(point.X, point.Δ), stage.released, stage.edge)
+        misfits.append((stage.weight * off).square().sum(1))
         point = stage.step(point, 40, draw_for(0, "", "probes", number))
     assert all((later < before).all() for before, later in pairwise(misfits))
     before, after = (psnr(model.to_images(each), images) for each in (X + 0.2 * noise, point.X))
