@@ -203,7 +203,7 @@ class PatchUpdate(Checked):
     def unmix(self, seen: Observation) -> Float[Tensor, "b 2 c h w"]:
         """Return both photographs of each image that MixUp made, λ a + (1 − λ) b: a, and b of the smaller share.
 
-        The label must show λ: both photographs have a class of their own. Both are of whole grey levels.
+        The label must show λ, so that the photographs have two classes. Their pixels are whole grey levels.
 
         Example:
             ```python

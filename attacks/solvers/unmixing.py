@@ -1,6 +1,6 @@
 """The two photographs of a mixture m = λ a + (1 − λ) b, whose pixels are grey levels, from equations with known errors.
 
-A value m has one of at most 256² pairs (a, b), which lie about 0.004 levels apart. The equations determine some
+A value m has one of at most 256² pairs (a, b), whose distance is about 0.004 levels. The equations determine some
 combinations of patches a thousand times better than others, so that a few pairs that are certain settle the rest:
 
 1. `_others_say`: what the equations say of each value, if those of all other patches have the pairs found so far.
