@@ -11,8 +11,10 @@ from privlab.experiments.studies import mixtures
 
 
 def test_rows_are_not_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "images", tmp_path / "out.csv"
+    folder.mkdir()
     for i in range(203):
-        Image.new("RGB", (40, 36), (i, i, i)).save(tmp_path / f"{i:03}.png")
+        Image.new("RGB", (40, 36), (i, i, i)).save(folder / f"{i:03}.png")
     calls = list[tuple[int, float | None, float]]()
 
     def measure(images: torch.Tensor, pair: int, share: float | None, rate: float) -> tuple[float, ...] | None:
@@ -21,10 +23,9 @@ def test_rows_are_not_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return None if pair == 1 else (0.6, rate, 100.0, 1.0, 99.0, 99.0)
 
     monkeypatch.setattr(mixtures, "measure", measure)
-    out = tmp_path / "out.csv"  # opening images ignores it
-    mixtures.study(str(tmp_path), out, 2, 1)
+    mixtures.study(str(folder), out, 2, 1)
     assert [call[0] for call in calls] == [0] * len(mixtures.WAYS) + [1]
-    mixtures.study(str(tmp_path), out, 2, 1)
+    mixtures.study(str(folder), out, 2, 1)
     assert len(calls) == len(mixtures.WAYS) + 2  # a pair of one class has no row
     with out.open() as file:
         rows = list(csv.DictReader(file))
