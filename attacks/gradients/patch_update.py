@@ -33,11 +33,12 @@ from privlab.attacks.solvers import (
     slot_gradients,
     slot_rows,
     too_many,
+    unmix,
     warn_of_limits,
     weighted_patches,
 )
 from privlab.base import AtLeast0, Checked, PrivlabError
-from privlab.patches import patchify
+from privlab.patches import patchify, unpatchify
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     Update,
@@ -198,6 +199,44 @@ class PatchUpdate(Checked):
                 own._patches(single, client, update, scaled) for single, update in zip(singles, releases, strict=True)
             ]
         return seen.model.to_images(torch.stack(found))
+
+    def unmix(self, seen: Observation) -> Float[Tensor, "b 2 c h w"]:
+        """Return both photographs of each image that MixUp made, λ a + (1 − λ) b: a, and b of the smaller share.
+
+        The label must show λ, so that the photographs have two classes. Their pixels are whole grey levels.
+
+        Example:
+            ```python
+            first, second = PatchUpdate().unmix(seen)[0]  # of the first client
+            ```
+
+        Raises:
+            PrivlabError: if a label does not have two classes, or for N ≥ D patches.
+        """
+        model, client, found = seen.model, seen.client, list[Tensor]()
+        if client is None or client.optimiser != "sgd" or too_many(seen):
+            raise PrivlabError(f"Unmixing needs a client that trains by sgd on N < D patches. {too_many(seen) or ''}")
+        white, black = (self.levels * t.double().flatten() for t in (model.std, model.mean))
+        # Γ is of normalised pixels, and here of grey levels.
+        Γ = photograph_gradients(model, seen.photographs).double() * white[:, None] * white
+        scale, dark = (t.repeat_interleave(model.patch**2) for t in (white, black))
+        for update in each_release(seen):
+            moved = without_decay(model, update, self._lost(model, client, update))
+            deviations = rounding_of_embedding(model, client, update)
+            A, dA = (slot_rows(model, each[_PE]).double() for each in (moved, deviations))
+            G, dG = (each[_PROJECTION].flatten(1).double() for each in (moved, deviations))
+            X = weighted_patches(A, G, dA, dG)
+            single = replace(seen, gradients={name: u[None] for name, u in update.items()})
+            label = soft_targets(single, model.to_images(X[None]))
+            if label is None or float(label.max()) > _HARD or float(label.topk(2).values.sum()) < _HARD:
+                raise PrivlabError("Unmixing needs a label that shows the shares of two classes.")
+            # Column k of X has the precision A diag(1 / Var_k) Aᵀ, with Var_dk = Var G_dk + Σ_n Var A_nd x_nk².
+            vA, vG = (d.square() + RTOL**2 * M.square().mean() for d, M in ((dA, A), (dG, G)))
+            precision = torch.stack([(A / each) @ A.mT for each in (vG + vA.mT @ X.square()).mT])
+            mixed = unpatchify((X * scale + dark)[None], model.image_shape)[0]
+            both = unmix(mixed, precision / scale[:, None, None] ** 2, float(label.max()), Γ, self.levels)
+            found.append(torch.stack([both.first, both.second]) / self.levels)
+        return torch.stack(found).to(model.mean)
 
     def _behind(
         self, model: VictimModel, client: Client, update: Update, errors: Update, scaled: bool

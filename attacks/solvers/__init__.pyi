@@ -49,6 +49,8 @@ from .prior import photograph_windows as photograph_windows
 from .prior import total_variation as total_variation
 from .scales import Scales as Scales
 from .stages import Stage as Stage
+from .unmixing import Unmixed as Unmixed
+from .unmixing import unmix as unmix
 from .updates import fit_decay as fit_decay
 from .updates import patches_of_levels as patches_of_levels
 from .updates import rounding_of_embedding as rounding_of_embedding

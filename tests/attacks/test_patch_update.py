@@ -13,7 +13,14 @@ from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchUpdate
 from privlab.attacks.gradients.patch_update import _Candidate, _mixture, _rises
-from privlab.attacks.solvers import fit_decay, patches_of_levels, rounding_of_embedding, weighted_patches
+from privlab.attacks.solvers import (
+    fit_decay,
+    patches_of_levels,
+    photograph_gradients,
+    rounding_of_embedding,
+    unmix,
+    weighted_patches,
+)
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise
 from privlab.metrics import psnr
@@ -346,6 +353,28 @@ def test_a_mixture_of_two_images_is_not_rounded_to_grey_levels(
     assert min(score(PatchUpdate(), seen, mixed)) > 120
 
 
+def _mixed(pair: Tensor, λ: float, classes: tuple[int, int]) -> ClientData:
+    """Return what MixUp makes of two images of grey levels."""
+    label = torch.zeros(1, 7)
+    label[0, classes[0]], label[0, classes[1]] = label[0, classes[0]] + λ, label[0, classes[1]] + 1 - λ
+    return ClientData(λ * pair[:1] + (1 - λ) * pair[1:], label, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.slow
+def test_both_photographs_of_a_mixture_come_back(photographs: Callable[[int, int], Tensor]) -> None:
+    model, pair = small_vit(32, 48), (photographs(2, 32) * 255).round().float() / 255
+    seen = observe_updates(model, Client(lr=1.0), [_mixed(pair, 0.6763, (2, 5))])
+    (found,) = PatchUpdate().unmix(seen)
+    assert ((found - pair).abs() < 1e-3).all(0).float().mean() > 0.98
+    for refused in (
+        observe_updates(model, Client(lr=1.0), [_mixed(pair, 0.6763, (2, 2))]),
+        observe_updates(model, Client(optimiser="adamw"), [_mixed(pair, 0.6763, (2, 5))]),
+        observe_updates(small_vit(32, 16), Client(lr=1.0), [_mixed(pair, 0.6763, (2, 5))]),
+    ):
+        with pytest.raises(PrivlabError, match="Unmixing needs"):
+            PatchUpdate().unmix(refused)
+
+
 def test_the_classes_of_a_soft_label_are_those_whose_biases_rise() -> None:
     model = small_vit(32, 48)
     bias = torch.tensor([0.1, 0.2, -0.2, 0.1, 0.1, -0.3, 0.0], dtype=torch.float64)
@@ -363,6 +392,21 @@ def test_a_mixture_has_the_nearest_pixels_that_two_grey_levels_mix() -> None:
     assert_close(found.image, mixed)
     assert_close(model.to_images(found.X[None]), mixed.float())
     assert _mixture(model, found, 3, 255) == []
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.6763, 0.98, 1.0), (0.7, 0.0, 0.5)])
+def test_pairs_of_a_mixture_need_a_share_that_is_no_small_fraction(
+    share: float, least: float, most: float, photographs: Callable[[int, int], Tensor]
+) -> None:
+    """At 0.7 up to 36 pairs have one value, and the smoothest photographs are not always the right ones."""
+    pair = (photographs(2, 16) * 255).round().double()
+    std = torch.tensor([58.4, 57.1, 57.4], dtype=torch.float64)  # of ImageNet, in levels
+    Γ = photograph_gradients(victim("cifar_vit").model).double() * std[:, None] * std
+    error = 1e-3 * torch.randn(pair.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    precision = 1e6 * torch.eye(16, dtype=torch.float64).expand(48, -1, -1)
+    found = unmix(share * pair[0] + (1 - share) * pair[1] + error, precision, share + 2e-6, Γ)
+    right = float(((found.first == pair[0]) & (found.second == pair[1])).double().mean())
+    assert least <= right <= most
 
 
 def test_equations_of_zeros_give_zeros() -> None:
