@@ -17,7 +17,18 @@ from torch import nn
 from privlab.api.steps import Part, takes_numbers
 from privlab.base import PrivlabError, unknown_name, warn
 from privlab.evaluation import Case
-from privlab.grids import IN_PROCESS, Engine, Experiment, GridRow, Layout, Options, columns_of, prepare, specify
+from privlab.grids import (
+    IN_PROCESS,
+    Engine,
+    Experiment,
+    GridRow,
+    Layout,
+    Options,
+    check_shuffled,
+    columns_of,
+    prepare,
+    specify,
+)
 from privlab.grids.fill import fill
 from privlab.images.given import data_of, is_named
 from privlab.report.run import TEMPORARY, Run
@@ -72,6 +83,7 @@ def attack(
     own, given = _given(victim, images, labels, release)
     arguments = {"settings": settings, "attacks": attacks, "defense": defense, "release": release, "metrics": metrics}
     spec = _specified(given | arguments | options)
+    check_shuffled([spec])
     with run_directory(out) as path, shown_progress(shown=progress) as show:
         execute(spec, path, own=own, engine=_engine(spec, engine, workers), warn=warn, progress=show, **speed)
     return kept_run(path, out)
@@ -125,6 +137,7 @@ def grid(
         for setting in spec.settings:
             named = options | ({"setting": setting} if len(spec.settings) > 1 else {})
             cases.append(GridRow(spec.victim.models[0], None, runs, named, setting=setting))
+    check_shuffled([run for case in cases for run in case.runs])
     cases = _labelled(cases)
     first = cases[0].runs[0]
     how = Options(_engine(first, engine, workers), strips=sys.maxsize, **speed)

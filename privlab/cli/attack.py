@@ -83,10 +83,11 @@ def attack(
     shared.check_together(context.params)
     sources.check_choice(*(options[name] for name in ("limit", "every", "offset", "manifest")))
     from privlab.evaluation import check_geometry
-    from privlab.grids import specify
+    from privlab.grids import check_shuffled, specify
     from privlab.runs import execute
 
     spec = specify(**options)
+    check_shuffled([spec])
     check_geometry(geometry, spec)
     given = out or shared.begun_directory(spec, "run", overwrite=overwrite)
     search = ", a search of gradient-matching too" if "gradient-matching" in (spec.words.attacks or ()) else ""

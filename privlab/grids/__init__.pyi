@@ -24,6 +24,7 @@ from .plan import lay_out as lay_out
 from .plan import missing as missing
 from .plan import own_victim as own_victim
 from .specify import case_of as case_of
+from .specify import check_shuffled as check_shuffled
 from .specify import specify as specify
 from .tasks import Options as Options
 from .tasks import Result as Result

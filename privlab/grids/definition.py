@@ -12,7 +12,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, check_name, read_text
 from privlab.evaluation import Case
 from privlab.evaluation.lpips_choice import choose_lpips, named_lpips
-from privlab.grids.specify import OPTIONS, specify
+from privlab.grids.specify import OPTIONS, check_shuffled, specify
 from privlab.grids.toml_file import ANYTHING, TomlFile
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 from privlab.metrics.names import LPIPS
@@ -199,13 +199,18 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
         own = {name: value for name, value in own.items() if name not in CHOICE}
     layout = _layout(file)
     cases = tuple(_cases(file, own | given, layout))
+    figures = tuple(_figures(file, cases))
+    try:
+        check_shuffled([run for case in cases for run in case.runs])
+    except PrivlabError as error:
+        raise file.refuse(str(error), "grid" if data.get("grid") else "run") from None
     return Experiment(
         name=path.stem,
         title=data.get("title", path.stem),
         source=data.get("source"),
         cases=cases,
         layout=layout,
-        figures=tuple(_figures(file, cases)),
+        figures=figures,
         conditions=paper.get("conditions", {}),
     )
 

@@ -75,6 +75,30 @@ def specify(
     return Case(victim=victim, data=data, adversary=adversary, words=words, **_of(Case, given))
 
 
+def check_shuffled(cases: Sequence[Case]) -> None:
+    """Refuse γ or `masked_pe` where none of the cases reads it: the results of all its values would be the same.
+
+    Raises:
+        PrivlabError: with the name and what was found.
+    """
+    for name in ("gamma", "masked_pe"):
+        stating = [case for case in cases if getattr(case.words, name) is not None]
+        if stating and not any(_reads(case, name) for case in stating):
+            first = stating[0]
+            raise PrivlabError(
+                f"{name} applies only to defenses that shuffle patches, in settings b and c. Found {name}="
+                f"{getattr(first.words, name)}, setting {','.join(first.settings)} and defense {first.defense_name}."
+            )
+
+
+def _reads(case: Case, name: str) -> bool:
+    """Return whether patches may be shuffled in this case, by a defense whose option of this name the words state."""
+    words = case.words.defense
+    parts = words.split("+") if isinstance(words, str) else words
+    kinds = [Mjp if part == "auto" else defenses()[part] for part in parts if isinstance(part, str)]
+    return not {"b", "c"}.isdisjoint(case.settings) and any(name in {f.name for f in fields(kind)} for kind in kinds)
+
+
 def case_of(stated: Mapping[str, Any], released: str) -> Case:
     """Return a case from what `run.json` states; instances, whose classes may not be here, are left out."""
     given = {name: value for name, value in stated.items() if name != "own_loss"}  # a function is not on disk

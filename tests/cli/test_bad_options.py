@@ -39,6 +39,15 @@ NONSENSE = [
     (("--batch-size", "2.5"), "--batch-size must be auto or a positive number. Found '2.5'."),
     (("--gamma", "1.5"), "gamma (γ) must be in [0, 1]. Found 1.5."),
     (("--gamma", "nan"), "gamma (γ) must be in [0, 1]. Found nan."),
+    (
+        ("--gamma", "0.1"),
+        "gamma applies only to defenses that shuffle patches, in settings b and c. Found gamma=0.1, setting a",
+    ),
+    (("--masked-pe", "slot"), "masked_pe applies only to defenses that shuffle patches"),
+    (
+        ("--gamma", "0.1", "--defense", "gaussian-noise"),
+        "Found gamma=0.1, setting c and defense gaussian-noise.",
+    ),
     (("--gamma", "much"), "Invalid value for '--gamma': 'much' is not a valid float."),
     (("--limit", "0"), "Invalid value for '--limit': 0 is not in the range x>=1."),
     (("--seed", "-1"), "Invalid value for '--seed': -1 is not in the range"),

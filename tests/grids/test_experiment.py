@@ -18,6 +18,7 @@ from privlab.grids import KNOWN, Experiment, Layout, read_experiment
 from privlab.metrics import METRICS, STRUCTURE
 
 SHORT = '[run]\nmodel = "vit_ti"\n'
+SHUFFLED = SHORT + 'setting = "c"\n'
 
 
 # What a file states
@@ -58,7 +59,9 @@ def test_cases_times_grid(parse: Callable[..., Experiment]) -> None:
 
 
 def test_case_says_itself_what_the_grid_varies(parse: Callable[..., Experiment]) -> None:
-    found = parse(SHORT + '[grid]\ngamma = [0.1, 0.2]\n[[case]]\nlabel = "fixed"\ngamma = 0.9\n[[case]]\nlabel = "all"')
+    found = parse(
+        SHUFFLED + '[grid]\ngamma = [0.1, 0.2]\n[[case]]\nlabel = "fixed"\ngamma = 0.9\n[[case]]\nlabel = "all"'
+    )
     assert [(case.label, case.runs[0].words.gamma) for case in found.cases] == [
         ("fixed", 0.9),
         ("all, gamma 0.1", 0.1),
@@ -76,7 +79,7 @@ def test_every_seed_and_draw_of_every_case(
     tmp_path_factory: pytest.TempPathFactory, seeds: list[int], draws: int, gammas: list[float]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "seeds.toml"
-    path.write_text(f"{SHORT}seeds = {seeds}\ndraws = {draws}\n[grid]\ngamma = {gammas}\n")
+    path.write_text(f"{SHUFFLED}seeds = {seeds}\ndraws = {draws}\n[grid]\ngamma = {gammas}\n")
     cases = read_experiment(path).cases
     assert [case.options["gamma"] for case in cases] == gammas
     for case, gamma in zip(cases, gammas, strict=True):
@@ -105,7 +108,7 @@ def test_columns_are_measured_unless_metrics_are_named(parse: Callable[..., Expe
 
 def test_layout_and_figures(parse: Callable[..., Experiment]) -> None:
     found = parse(
-        'title = "T"\nsource = "S"\n' + SHORT + "[grid]\ngamma = [0.1, 0.2]\n[table]\n"
+        'title = "T"\nsource = "S"\n' + SHUFFLED + "[grid]\ngamma = [0.1, 0.2]\n[table]\n"
         'decimals = { psnr = 1 }\nbold = false\ninterval = 0.9\ngeometry = "oracle"\npaper_attack = "april"\n'
         '[[figure]]\nkind = "curve"\nx = "gamma"\ny = "ssim"\nname = "mine"\n[[figure]]\nkind = "sheet"\n'
         '[paper.conditions]\nimages = "many"\n'
@@ -179,7 +182,7 @@ def test_file_of_a_paper_that_cannot_be_used(refused: Callable[..., Any], tmp_pa
 
 
 def test_overrides(parse: Callable[..., Experiment]) -> None:
-    text = SHORT + "limit = 9\n[grid]\ngamma = [0.1]\n"
+    text = SHUFFLED + "limit = 9\n[grid]\ngamma = [0.1]\n"
     found = parse(
         text, "run.limit=4", "grid.gamma=[0.2, 0.3]", "run.weights=random", 'run.attack=["april"]', "table.bold=false"
     )

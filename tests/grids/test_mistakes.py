@@ -112,6 +112,11 @@ MISTAKES = {
     "block": (SHORT + "block = 'stok'\n", 3, "Unknown block 'stok'. Did you mean stock"),
     "release": (SHORT + "release = 'feature'\n", 3, "Unknown release 'feature'. Did you mean features"),
     "gamma's range": (SHORT + "gamma = 1.5\n", 3, "gamma (γ) must be in [0, 1]. Found 1.5."),
+    "gamma in setting a": (
+        SHORT + "[grid]\ngamma = [0.1, 0.5]\n",
+        3,
+        "gamma applies only to defenses that shuffle patches, in settings b and c. Found gamma=0.1, setting a",
+    ),
     "gamma's range in the grid": (SHORT + "[grid]\ngamma = [0.5, -1]\n", 4, "gamma (γ) must be in [0, 1]. Found -1"),
     "gamma is nan": (SHORT + "gamma = nan\n", 3, "gamma (γ) must be in [0, 1]. Found nan."),
     "masked_pe": (SHORT + "masked_pe = 'non'\n", 3, "Unknown masked_pe of mjp 'non'. Did you mean none"),
