@@ -21,7 +21,6 @@ from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
 from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
 from privlab.images import data_uri
-from privlab.metrics import OF_WEIGHTS
 from privlab.report.tables import load_results, sign_of
 from privlab.report.tables.per_image import attack_label
 from privlab.stores import pngs
@@ -214,7 +213,7 @@ def evaluation_record(row: Standing) -> dict[str, Any]:
     Scores are continuous; the PSNR of an image that is given back exactly counts as 100 dB.
     """
     of, result = track(row.track), _results(row)[0]
-    metric = {**KNOWN, **OF_WEIGHTS}[of.lead]
+    metric = KNOWN[of.lead]
     text = _render(
         "every_eval_ever.jinja",
         schema_version=SCHEMA_VERSION,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from privlab.base import parse_object
 from privlab.evaluation import CONTROL, CONTROLS, GEOMETRIES, exact_db
 from privlab.grids import KNOWN
-from privlab.metrics import MIRRORED, OF_WEIGHTS
+from privlab.metrics import MIRRORED
 
 WORST = "worst case"
 """The name of the bound that takes, for each image, the attack that leaks most."""
@@ -41,7 +41,7 @@ def lead_metric(columns: Sequence[str]) -> str:
 
 def sign_of(metric: str) -> int:
     """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
-    return {"higher leaks": 1, "lower leaks": -1}.get({**KNOWN, **OF_WEIGHTS}[metric].direction, 0)
+    return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[metric].direction, 0)
 
 
 def attack_label(attack: str, geometry: str) -> str:
