@@ -40,9 +40,6 @@ _PUBLIC = 64
 _TRIED_TWICE = 3
 """The honest weights that a check gets twice: it must return the same number."""
 
-_LOST = math.log(10)
-"""The loss of a model that guesses, above which a round's training has failed: such a round is not honest work."""
-
 
 @dataclass(frozen=True, eq=False)
 class SentWeights:
@@ -73,14 +70,13 @@ class OneClient:
 class Battery:
     """What every entry of the track meets, and what a server reads where nothing is defended.
 
-    `sent` has the manipulations and the honest control of each case, `honest` the weights that should not be refused,
-    and `lost` the names of those whose training failed. `plain` is the share of the patches of each photograph that is
-    read undefended, by the key of `sent` and the place of the client.
+    `sent` has the manipulations and the honest control of each case, and `honest` the weights that should not be
+    refused. `plain` is the share of the patches of each photograph that is read undefended, by the key of `sent` and
+    the place of the client.
     """
 
     clients: Sequence[OneClient]
     honest: Sequence[SentWeights]
-    lost: frozenset[str]
     sent: Mapping[tuple[str, str], SentWeights]
     plain: Mapping[tuple[tuple[str, str], int], Float[Tensor, " b"]]
 
@@ -98,14 +94,14 @@ def battery(track_name: str, victim_name: str, how: Photographs) -> Battery:
     own = of.victim(victim_name)
     clients = clients_of(of, own, how)
     rounds = list(_rounds(of, own, clients[0]))
-    honest = [*_trained(of, own), *(each for each, _ in rounds)]
+    honest = [*_trained(of, own), *rounds]
     sent = {(case.name, name): made for case in of.cases for name, made in _chosen(of, own, case, rounds)}
     plain = {
         (key, place): _read(each, _gradients(each.model, client), client)
         for key, each in sent.items()
         for place, client in enumerate(clients)
     }
-    return Battery(clients, honest, frozenset(each.name for each, loss in rounds if loss > _LOST), sent, plain)
+    return Battery(clients, honest, sent, plain)
 
 
 def measure_checks(card: Card, how: Photographs) -> tuple[pd.DataFrame, float, list[str]]:
@@ -138,11 +134,10 @@ def measure_checks(card: Card, how: Photographs) -> tuple[pd.DataFrame, float, l
     for i, each in enumerate(met.honest[:_TRIED_TWICE]):
         if len({_suspicion(parts, each, met.clients[i % count]) for _ in range(2)}) > 1:
             raise PrivlabError(f"Entry '{card.name}' must return one number for the same weights. Found two.")
-    counted = [value for name, value in worth.items() if name not in met.lost]
-    refused = [f"{name} (failed training)" if name in met.lost else name for name in sorted(worth) if worth[name] == 0]
+    refused = sorted(name for name, value in worth.items() if value == 0)
     order = ["case", "attack", "image", "setting"]
     kept = as_kept(pd.DataFrame(rows), card.of).sort_values(order, ignore_index=True)
-    return kept, round(sum(counted) / len(counted), 4), refused
+    return kept, round(sum(worth.values()) / len(worth), 4), refused
 
 
 def clients_of(of: Track, own: TrackVictim, how: Photographs) -> list[OneClient]:
@@ -182,21 +177,19 @@ def _trained(of: Track, own: TrackVictim) -> Iterator[SentWeights]:
         yield SentWeights(f"random {seed}", _victim(own, "random", seed).model)
 
 
-def _rounds(of: Track, own: TrackVictim, client: OneClient) -> Iterator[tuple[SentWeights, float]]:
-    """Yield the weights after each honest round with the loss that they have, which is 2.3 for a model that guesses."""
+def _rounds(of: Track, own: TrackVictim, client: OneClient) -> Iterator[SentWeights]:
+    """Yield the weights after each honest round; none is left out, as training that fails is honest too."""
     for start in of.honest["starts"]:
         for number, settings in enumerate(of.honest["client"]):
             model = copy.deepcopy(_victim(own, start).model)
             draw = draw_for(of.seed, f"{start} {number}", "rounds")
             for place in range(1, of.honest["rounds"] + 1):
                 last = train_round(model, Client(**settings), client.images, client.labels, draw)
-                with torch.no_grad():
-                    loss = float(F.cross_entropy(model(client.images), client.labels))
-                yield SentWeights(f"{start}, client {number}, round {place}", copy.deepcopy(model), last), loss
+                yield SentWeights(f"{start}, client {number}, round {place}", copy.deepcopy(model), last)
 
 
 def _chosen(
-    of: Track, own: TrackVictim, case: TrackCase, rounds: Sequence[tuple[SentWeights, float]]
+    of: Track, own: TrackVictim, case: TrackCase, rounds: Sequence[SentWeights]
 ) -> Iterator[tuple[str, SentWeights]]:
     """Yield the honest weights of a case, under the name of a control, and each manipulation of them.
 
@@ -204,7 +197,7 @@ def _chosen(
     """
     start = str(case.given["start"])
     wanted = f"{start}, client 0, round {case.given['rounds']}"
-    honest = next((each for each, _ in rounds if each.name == wanted), None)
+    honest = next((each for each in rounds if each.name == wanted), None)
     honest = honest or SentWeights(start, _victim(own, start).model)
     yield f"{CONTROL}honest weights", honest
     public = noise_images(_PUBLIC, honest.model.image_shape)
