@@ -25,6 +25,8 @@ from privlab.runs.weight_checks import AuditCheck, SignalToNoise
 from privlab.testing.plugin_process import Limits, Plugin
 from privlab.victims import VictimModel, victim
 
+pytestmark = pytest.mark.filterwarnings("ignore:cifar_vit has RANDOM weights")
+
 OF = track(CHECKED)
 CARD = """
 track = "dishonest-server"
