@@ -14,8 +14,9 @@ from torch import Generator, Tensor
 
 from privlab.base import draw_for, write_whole
 from privlab.evaluation import Batch, batch_of
-from privlab.experiments.methods.sent_weights import audit_row, train_round
+from privlab.experiments.methods.sent_weights import audit_row
 from privlab.images import open_images
+from privlab.release import train_round
 from privlab.report.intervals import clopper_pearson
 from privlab.runs.sent_weights import MOST_IMAGES, audit_of_round
 from privlab.threat import Client

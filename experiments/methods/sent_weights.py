@@ -3,77 +3,31 @@
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
-from torch import Generator, Tensor
+from jaxtyping import Float
+from torch import Tensor
 
 from privlab.attacks.dishonest.imprint_bins import bins
 from privlab.attacks.dishonest.layout import STEEP, mlp_inputs
-from privlab.attacks.dishonest.trap_weights import traps
+from privlab.attacks.dishonest.manipulations import MANIPULATIONS, Manipulation, mixed, pairs, reading_errors
 from privlab.attacks.registry import attacks as installed_attacks
 from privlab.base import draw_for, full_precision, write_whole
 from privlab.evaluation import batch_of, unread
 from privlab.evaluation.observing import with_chosen_weights
 from privlab.images import open_images
-from privlab.release import run_client
+from privlab.release import train_round
 from privlab.runs.sent_weights import WeightsAudit, audit_sent_weights
-from privlab.threat import Capability, Client, ClientData
+from privlab.threat import Capability, Client
 from privlab.victims import ZOO, Victim, VictimModel, victim
-
-Manipulation: TypeAlias = Callable[[VictimModel, Float[Tensor, "b c h w"]], None]
 
 LAYER = "blocks.0.mlp.fc1"
 
-
-@torch.no_grad()
-def pairs(model: VictimModel, images: Float[Tensor, "b c h w"], noise: float = 0.0, steep: float = 1.0) -> None:
-    """Let each two neurons of the first MLP be a bin of a hundredth, by a projection that no others have.
-
-    Args:
-        model: the model, which is changed.
-        images: public images, by whose quantiles the bins are made.
-        noise: the size of the difference of the two directions, by that of the direction; it hides that they are equal.
-        steep: the factor of weights and bias, > 0.
-    """
-    mlp: Any = model.vit.blocks[0].mlp
-    draw = Generator().manual_seed(1)
-    directions = torch.randn(len(mlp.fc1.bias) // 2, mlp.fc1.weight.shape[1], generator=draw)
-    levels = mlp_inputs(model, images)[:, 1:].flatten(0, 1) @ directions.mT
-    at = torch.rand(len(directions), generator=draw) * 0.98
-    edges = [torch.stack([each.quantile(q) for each, q in zip(levels.T, at + d, strict=True)]) for d in (0, 0.01)]
-    others = directions + noise * torch.randn(directions.shape, generator=draw)
-    mlp.fc1.weight.copy_(steep * torch.stack([directions, others], 1).flatten(0, 1))
-    mlp.fc1.bias.copy_(-steep * torch.stack(edges, 1).flatten())
-    mlp.fc2.weight.copy_(mlp.fc2.weight[:, ::2].repeat_interleave(2, 1) / steep)
-
-
-@torch.no_grad()
-def places(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
-    """Let the position embedding give each token a channel, by which one neuron reads it alone."""
-    vit, N = model.vit, min(model.vit.patch_embed.num_patches, model.vit.embed_dim)
-    assert vit.pos_embed is not None
-    vit.pos_embed[:, -N:] = 100 * torch.eye(N, vit.embed_dim)
-    block: Any = vit.blocks[0]
-    mlp = block.mlp
-    mlp.fc1.weight[:N] = STEEP * torch.eye(N, vit.embed_dim)
-    mlp.fc1.bias[:N] = -STEEP
-    block.attn.proj.weight.zero_()
-
-
-@torch.no_grad()
-def faint(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
-    """Shrink the classifier, so that Adam's ε shows the size of a gradient."""
-    model.vit.get_parameter("head.weight").mul_(1e-8)
-
-
-MANIPULATIONS: Mapping[str, Manipulation] = {each.__name__: each for each in (bins, traps, places, faint)}
-"""Simple manipulations by name; those of attacks that come with privlab are found in the registry."""
 
 _ARCHITECTURES = (
     *("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_small_patch32_224"),
@@ -148,7 +102,7 @@ class SentWeightsStudy:
                 yield audit_row("attack", name, audit_sent_weights(model, images)) | {"x": 1.0}
         for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
             for name in ("bins", "traps", "places"):
-                mixing = _mixed(MANIPULATIONS[name], strength)
+                mixing = mixed(MANIPULATIONS[name], strength)
                 yield _manipulated("mixed", name, base.model, mixing, images, strength)
         for neurons in (2, 4, 8, 16, 32, 64, 128, 256, 512):
             few = lambda model, public, m=neurons: bins(model, public, STEEP, m)  # noqa: E731
@@ -182,40 +136,6 @@ class SentWeightsStudy:
                     yield audit_row("round", said, found)
 
 
-def train_round(
-    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], draw: Generator
-) -> dict[str, Tensor]:
-    """Train a model as an honest client of a round does, and return its weights before.
-
-    Args:
-        model: the model, which is changed.
-        client: the client, whose `images` are chosen at random.
-        images: photographs in [0, 1].
-        labels: their classes.
-        draw: chooses the images and their order.
-    """
-    before = {name: p.detach().clone() for name, p in model.vit.named_parameters()}
-    chosen = torch.randperm(len(images), generator=draw)[: client.images]
-    data = ClientData(images[chosen], labels[chosen], draw)
-    with torch.no_grad():
-        for name, moved in run_client(model, client, data).items():
-            model.vit.get_parameter(name).add_(moved)
-    return before
-
-
-def _mixed(manipulation: Manipulation, strength: float) -> Manipulation:
-    """Return a manipulation that moves the weights only a part of the way: θ + s (θ′ − θ)."""
-
-    @torch.no_grad()
-    def mix(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
-        twin = copy.deepcopy(model)
-        manipulation(twin, images)
-        for name, parameter in model.vit.named_parameters():
-            parameter.lerp_(twin.vit.get_parameter(name), strength)
-
-    return mix
-
-
 def _manipulated(
     kind: str, name: str, base: VictimModel, manipulation: Manipulation, images: Float[Tensor, "b c h w"], x: float
 ) -> dict[str, Any]:
@@ -234,17 +154,15 @@ def _share(of: Tensor) -> float:
 def _reading_errors(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, " n"]:
     """Return how far the best row of the first MLP's gradient, or difference of adjacent rows, is from each patch.
 
-    The gradient is that of all images together; the distance of x from the line of a row, by ‖x‖, is sin ∠(x, row).
+    The gradient is that of all images together.
     """
     weight = model.vit.get_parameter(f"{LAYER}.weight")
     labels = torch.arange(len(images)) % model.classes
     with full_precision(), torch.enable_grad():
         weight.requires_grad_(True)
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(images), labels), [weight])
-    rows = torch.cat([gradient, gradient.diff(dim=0)]).double()
-    inputs = mlp_inputs(model, images)[:, -model.vit.patch_embed.num_patches :].flatten(0, 1).double()
-    cosines = (F.normalize(inputs) @ F.normalize(rows).mT).abs().amax(1)
-    return (1 - cosines.square()).clamp(min=0).sqrt()
+    inputs = mlp_inputs(model, images)[:, -model.vit.patch_embed.num_patches :].flatten(0, 1)
+    return reading_errors(gradient, inputs)
 
 
 def audit_row(kind: str, name: str, found: WeightsAudit) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import EntryPoint
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, check_name, check_range, first, plain_data, read_text, write_whole
+from privlab.base import PrivlabError, Registry, check_name, check_range, first, plain_data, read_text, write_whole
 from privlab.benchmark.tracks import BUNDLED, TRACKS, VERSION, Track, photographs, track
 from privlab.defenses import DEFENSES, Undefended, defenses
 from privlab.grids.toml_file import TomlFile
@@ -16,8 +17,24 @@ from privlab.report.tables import DETERMINISTIC
 from privlab.report.tables.knowledge import AGGREGATION
 from privlab.threat import acts_on, defense_declarations
 
-TEMPLATES = ("defense", "attack")
-"""The kinds of entries, each of which has a template."""
+_OF_CHECKS = "privlab.runs.weight_checks"
+
+CHECKS: Registry[Any] = Registry(
+    {
+        name: EntryPoint(name, f"{_OF_CHECKS}:{kind}", "")
+        for name, kind in (("weights-audit", "AuditCheck"), ("d-snr", "SignalToNoise"))
+    }
+)
+"""The checks of this package by name, which are imported when they are looked up."""
+
+KINDS = ("defense", "attack")
+"""The kinds of entries."""
+
+TEMPLATES = (*KINDS, "check")
+"""What there are templates of: a check of weights is an entry of the kind "defense"."""
+
+CHECKED = "dishonest-server"
+"""The track whose entries are checks of the weights that a server sent, or defenses of what is released then."""
 
 KEY = "model-key"
 """What a card of the track `weights` uses: `privlab.keys`, which is not a class of defense."""
@@ -33,6 +50,7 @@ _RELEASES = {
     "updates": {"gradients"},
     "local-training": {"images"},
     "features": {"features", "images"},
+    CHECKED: {"weights", "gradients"},
 }
 """What the defenses of a track may act on."""
 
@@ -87,12 +105,12 @@ class Card:
     @property
     def draws(self) -> int:
         """Return how often the defense is drawn: once where it draws nothing at random."""
-        return 1 if {*self.parts} <= DETERMINISTIC else self.of.draws
+        return 1 if {*self.parts} <= DETERMINISTIC or self.track == CHECKED else self.of.draws
 
     @property
     def stated_alone(self) -> frozenset[str]:
         """Return which of `secret_bits` and `epsilon` no code of this package derives: the card's word stands."""
-        of_package = self.track == "weights" or self.clients > 1 or {*self.parts} <= DEFENSES.keys()
+        of_package = self.track == "weights" or self.clients > 1 or {*self.parts} <= {*DEFENSES, *CHECKS}
         own = not self.plugin and not self.releases and of_package
         kinds: Sequence[Any] = [DEFENSES[part] for part in self.parts if part in DEFENSES] if own else ()
         known = any(defense_declarations(kind).guarantee for kind in kinds) or not _is_number(self.epsilon)
@@ -167,7 +185,7 @@ def parse_card(text: str, path: Path) -> Card:
     track, kind = given["track"], given["kind"]
     with file.at("", 0, "name"):
         file_name(given["name"])
-    for name, known in (("track", TRACKS), ("kind", TEMPLATES)):
+    for name, known in (("track", TRACKS), ("kind", KINDS)):
         with file.at("", 0, name):
             check_name(name, given[name], known)
     if given["version"] != VERSION:
@@ -182,6 +200,8 @@ def parse_card(text: str, path: Path) -> Card:
             f"{path}: recorded releases are only supported for a defense on the track 'gradients'. Found an entry "
             f"of kind '{kind}' on the track '{track}'."
         )
+    if (kind, track) == ("attack", CHECKED):
+        raise PrivlabError(f"{path}: the track '{CHECKED}' has a fixed list of manipulations and takes no attack.")
     if "secret_bits" in given:
         given["secret_bits"] = float(given["secret_bits"])
     card = Card(**given, text=text, folder=path.parent)
@@ -222,15 +242,14 @@ def instances(card: Card) -> list[Any]:
     """
     if card.kind == "defense" and card.parts == (AGGREGATION,):
         return [Undefended()]  # each update is as it is without a defense: their mean alone is released
-    known: Mapping[str, Any] = defenses() if card.kind == "defense" else attacks()
+    known: Mapping[str, Any] = Registry({**CHECKS.data, **defenses().data}) if card.kind == "defense" else attacks()
     found = []
     for name in card.parts:
         check_name(card.kind, name, known)
         kind: Any = known[name]
-        if card.kind == "defense" and name != UNDEFENDED and acts_on(kind) not in _RELEASES.get(card.track, set()):
-            raise PrivlabError(
-                f"Defense '{name}' acts on {acts_on(kind)}, which the track '{card.track}' does not take."
-            )
+        acts = "weights" if hasattr(kind, "suspicion") else acts_on(kind) if card.kind == "defense" else ""
+        if card.kind == "defense" and name != UNDEFENDED and acts not in _RELEASES.get(card.track, set()):
+            raise PrivlabError(f"Defense '{name}' acts on {acts}, which the track '{card.track}' does not take.")
         own = card.parameters if len(card.parts) == 1 else card.parameters.get(name, {})
         found.append(_made(card, name, kind, own))
     return found
@@ -263,7 +282,7 @@ def write_template(kind: str, folder: Path) -> list[Path]:
     """Write the template of an entry, its card first, and return the paths.
 
     Args:
-        kind: "defense" or "attack".
+        kind: one of `TEMPLATES`.
         folder: where the files are written; it is made if it is not there.
 
     Raises:

@@ -112,6 +112,7 @@ class Contents(TypedDict):
     draws: NotRequired[int]
     utility: NotRequired[float | None]
     seconds: NotRequired[float]
+    refused: NotRequired[list[str]]
 
 
 def check_form(value: object, form: Any, where: Path) -> Any:  # noqa: ANN401

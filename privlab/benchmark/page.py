@@ -28,6 +28,9 @@ from privlab.stores import pngs
 SCHEMA_VERSION = "0.3.0"
 """The version of Every Eval Ever's `eval.schema.json` (github.com/evaleval/every_eval_ever) that records follow."""
 
+KNOWN_SHARES = {"key_recovered": "share of the key", "patches_read": "share of the patches"}
+"""What a score is that has no unit."""
+
 _APART = 0.05
 """How far, in dB, the score of a picture may be from that of its row: the run of a picture has its own batches."""
 
@@ -133,7 +136,7 @@ def _group(of: Track, rows: Sequence[Standing]) -> dict[str, Any]:
         "commands": list(dict.fromkeys(line for row in rows for line in _commands(row))),
         "points": _points(rows, min(scores), max(scores), height),
         "height": height,
-        "unit": of.unit.strip() or "share of the key",
+        "unit": of.unit.strip() or KNOWN_SHARES[of.lead],
         "low": min(scores),
         "high": max(scores),
     }
@@ -210,6 +213,7 @@ def evaluation_record(row: Standing) -> dict[str, Any]:
     Scores are continuous; the PSNR of an image that is given back exactly counts as 100 dB.
     """
     of, result = track(row.track), _results(row)[0]
+    metric = KNOWN[of.lead]
     text = _render(
         "every_eval_ever.jinja",
         schema_version=SCHEMA_VERSION,
@@ -219,8 +223,8 @@ def evaluation_record(row: Standing) -> dict[str, Any]:
         data=result.data,
         parameters=dict(result.card.parameters),
         track=of,
-        metric=KNOWN[of.lead],
-        most=min(highest(of), KNOWN[of.lead].range[1]),
+        metric=metric,
+        most=min(highest(of), metric.range[1]),
     )
     return json.loads(text)
 

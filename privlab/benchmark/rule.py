@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from privlab.base import PrivlabError, one_line, warn
-from privlab.benchmark.cards import Card
+from privlab.benchmark.cards import CHECKED, Card
 from privlab.benchmark.form import Judged, Worst
 from privlab.benchmark.results import Result, defense_entries, of_package
 from privlab.benchmark.standing import PACKAGE, Standing, concluded_rows, recognised_of_package
@@ -39,6 +39,9 @@ NO_ADAPTIVE = "No adaptive attack"
 
 ELSEWHERE = "No adaptive attack in another case"
 """What it is called if one does in the case that leaks most: the score, which is that of this case, holds."""
+
+ONE_DRAW = "One draw"
+"""The red flag of a random defense that was drawn once: each client of a check draws once."""
 
 OF_ROWS = ("worst", "leakiest", "by", "images", "median", "worst_image")
 """What the rows of a result say by themselves."""
@@ -193,6 +196,10 @@ def conclude(card: Card, rows: pd.DataFrame) -> Judged | dict[str, Judged]:
             by_class = knows(declared_defenses(card.parts[0]), target.parts, {})
             found[target.name]["knows"] = bool(card.reconstructions) or by_class
         return found
+    if card.track == CHECKED:  # the server knows the check, and sends what passes and leaks most
+        judged = judge(rows, card.of, frozenset(card.of.attacks))
+        judged["flags"] = [flag for flag in judged["flags"] if not flag.startswith(ONE_DRAW)]
+        return judged
     judged = judge(rows, card.of)
     if card.track == "weights":  # written against keys, which declare no class
         judged["known_by"] = [known_by_keys(card)]
@@ -243,10 +250,13 @@ def _short(value: object) -> str:
 UNRELIABLE = frozenset(
     {
         *("No attack ran", "Outside its stated range", "Low effort", NO_ADAPTIVE, "Adaptive attack weaker"),
-        *("More budget, less leakage", "One draw", "Nothing released", "Failed", "Random weights", "Untrained E_unk"),
+        *("More budget, less leakage", ONE_DRAW, "Nothing released", "Failed", "Random weights", "Untrained E_unk"),
     }
 )
 """The red flags that make an entry unreliable. Few photographs have another reason."""
+
+COST = "costs honest rounds too much"
+"""The reason of an entry that keeps less of honest releases than its track asks for."""
 
 FEW = "few photographs"
 """The reason of an entry that was not measured on all photographs of its track."""
@@ -330,6 +340,9 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
     if whole["verdict"] == "no evidence":
         flags.append(whole["why"])
+    worth = result.data.get("utility")
+    if worth is not None and worth < of.least_kept:
+        flags.append(f"{COST}: {worth:.3f} is kept, and a rank needs {of.least_kept:g}")
     listed, hidden = _halves(result.rows, of, own["leakiest"])
     low, high = hidden["low"], listed["high"]
     if low is not None and high is not None and low > high:  # beyond both intervals

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from privlab.base import PrivlabError, collect_warnings, draw_for, versions
-from privlab.benchmark.cards import UNDEFENDED, Card, instances
+from privlab.benchmark.cards import CHECKED, UNDEFENDED, Card, instances
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
 from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
 from privlab.benchmark.page import pictures
@@ -31,6 +31,7 @@ from privlab.benchmark.results import (
     write_result,
 )
 from privlab.benchmark.rule import conclude, judge
+from privlab.benchmark.server import measure_checks
 from privlab.benchmark.tracks import BUNDLED
 from privlab.benchmark.tracks import photographs as bundled
 from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
@@ -80,6 +81,9 @@ def submit(
         say("measurement")
         if card.track == "weights":
             measured = _concluded(card, measure_keys(card)) | {"utility": 1.0, "draws": card.of.draws}
+        elif card.track == CHECKED:
+            records, worth, refused = measure_checks(card, how)
+            measured = _concluded(card, records) | {"utility": worth, "draws": card.draws, "refused": refused}
         elif card.kind == "attack":
             measured = _of_attack(card, how, folder, engine, say)
         elif card.releases:
@@ -130,7 +134,7 @@ def checks_of(card: Card, weights: str, chance: random.Random | None = None) -> 
     """
     if card.kind == "defense":
         check_claims(card, weights)
-    if card.track == "weights" or card.reconstructions or card.releases:
+    if card.track in ("weights", CHECKED) or card.reconstructions or card.releases:
         return ()
     found: list[Check] = []
     own_victim = card.of.victim(card.victim_name)
@@ -289,6 +293,8 @@ def check_claims(card: Card, weights: str) -> None:
     """
     own, where, found = card.of.victim(card.victim_name), f"The card of '{card.name}'", None
     parts = [] if card.track == "weights" or card.releases else instances(card)
+    if any(hasattr(part, "suspicion") for part in parts) and not isinstance(card.epsilon, str):
+        raise PrivlabError(f'{where}: epsilon says {card.epsilon:g}, and a check adds no noise. State "none".')
     model = victim(own.name, weights=weights, img_size=own.img_size).model if parts else None
     if not card.releases:
         if not isinstance(card.epsilon, str):
@@ -317,7 +323,7 @@ def derived_bits(parts: Sequence[Any], model: VictimModel, together: int) -> flo
     bits = 0.0
     for part in parts:
         declared = defense_declarations(part).secret_bits
-        if declared is None and part.name not in DEFENSES:
+        if declared is None and part.name not in DEFENSES and not hasattr(part, "suspicion"):  # a check keeps no secret
             return None
         bits += 0.0 if declared is None else declared(model, together)
     return bits

@@ -3,7 +3,7 @@
 import csv
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -14,7 +14,7 @@ from privlab.benchmark.standing import with_tuples
 VERSION = "privlab/1"
 """The version of the tracks of this package. Whatever changes a number of theirs makes a new version."""
 
-TRACKS = ("gradients", "updates", "local-training", "features", "weights")
+TRACKS = ("gradients", "updates", "local-training", "features", "weights", "dishonest-server")
 """The names of the tracks."""
 
 BUNDLED = "bundled"
@@ -43,8 +43,9 @@ class Track:
     """A track, as its file states it.
 
     `photographs` names the parts of the public half; `draws` is the number of draws of a random defense, of which the
-    worst counts; `tolerance_db` is how far a score that is measured again may be from the first one. `sha256` is that
-    of the file and of the lists of photographs.
+    worst counts; `tolerance_db` is how far a score that is measured again may be from the first one. `least_kept` is
+    the least that releases of an entry must be worth for a rank, and `honest` says which weights of a server are
+    honest. `sha256` is that of the file and of the lists of photographs.
     """
 
     name: str
@@ -64,6 +65,8 @@ class Track:
     victims: tuple[TrackVictim, ...]
     sha256: str
     client_batch: int = 1
+    least_kept: float = -1.0
+    honest: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def lead(self) -> str:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pandas as pd
 
 from privlab.base import PrivlabError, collect_warnings
-from privlab.benchmark.cards import Card, instances
+from privlab.benchmark.cards import CHECKED, Card, instances
 from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, defense_entries, read_result
 from privlab.benchmark.rule import check_concluded, conclude
+from privlab.benchmark.server import measure_checks
 from privlab.benchmark.submit import checks_of, worth_of
 from privlab.benchmark.tracks import BUNDLED
 from privlab.benchmark.weights import measure_keys
@@ -98,6 +99,10 @@ def verify(
             _check_stated(result, card, how, chance)
         if card.track == "weights":
             return _compared(result, measure_keys(card), card, parts, seed)
+        if card.track == CHECKED:
+            again, worth, _ = measure_checks(card, how)
+            _check_same(result, "utility", worth)
+            return _compared(result, again, card, parts, seed)
         if card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
             raise PrivlabError(f"{path}: {what} cannot be measured again. The hash and the versions are right.")
@@ -115,11 +120,16 @@ def _check_stated(result: Result, card: Card, how: Photographs, chance: random.R
     if said != failed:
         stated, found = (", ".join(sorted(each)) or "none" for each in (said, failed))
         raise PrivlabError(f"{result.path}: the checks of admission that fail are {found}, but the file says {stated}.")
-    if card.kind == "attack" or card.track == "weights" or card.releases:
+    if card.kind == "attack" or card.track in ("weights", CHECKED) or card.releases:
         return
     for name, now in (("draws", card.draws), ("utility", worth_of(card, replace(how, public=None)))):
-        if not math.isclose(result.data[name], now, abs_tol=_APART):
-            raise PrivlabError(f"{result.path}: {name} is {now:g} now, and the file says {result.data[name]:g}.")
+        _check_same(result, name, now)
+
+
+def _check_same(result: Result, name: str, now: float) -> None:
+    """Raise PrivlabError if a number of a result is another one now."""
+    if not math.isclose(result.data[name], now, abs_tol=_APART):
+        raise PrivlabError(f"{result.path}: {name} is {now:g} now, and the file says {result.data[name]:g}.")
 
 
 def _check_public(result: Result, how: Photographs) -> None:

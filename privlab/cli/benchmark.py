@@ -56,7 +56,9 @@ def benchmark() -> None:
 
 
 @benchmark.command("list")
-@click.option("--track", help="gradients, updates, local-training, features or weights.  [default: all]")
+@click.option(
+    "--track", help="gradients, updates, local-training, features, weights or dishonest-server.  [default: all]"
+)
 @click.option(
     "--entries", "folders", multiple=True, type=PATH, help="Folder with your own results; repeat it for more."
 )
@@ -197,7 +199,7 @@ def verify(result: Path, images: str | None, seed: int | None, public: str | Non
 
 
 @benchmark.command()
-@click.argument("kind", metavar="defense|attack")
+@click.argument("kind", metavar="defense|attack|check")
 @click.argument("folder", type=PATH, default=Path())
 @common
 def template(kind: str, folder: Path, as_json: bool) -> None:

@@ -32,7 +32,7 @@ from privlab.grids.definition import KNOWN
 from privlab.grids.specify import case_of
 from privlab.grids.toml_file import TomlFile
 from privlab.images import NamedImage, Preprocessing, as_text, open_images, to_png
-from privlab.metrics import METRICS, Learned, LpipsUnavailable
+from privlab.metrics import METRICS, OF_WEIGHTS, Learned, LpipsUnavailable
 from privlab.stores import RunDirectory, Store, differs, merge_records, part_frame
 
 _NEEDED = ("reference", "case", "attack")
@@ -162,7 +162,7 @@ def _check(file: TomlFile) -> None:
 
 def check_score(name: str, value: object) -> None:
     """Refuse an unknown metric, or a value that it cannot have."""
-    check_name("metric", name, KNOWN)
+    check_name("metric", name, [each for each in KNOWN if each not in OF_WEIGHTS])
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PrivlabError(f"{name} must be a number. Found {value!r}.")
     low, high = KNOWN[name].range

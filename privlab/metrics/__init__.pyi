@@ -18,6 +18,7 @@ from .lpips_backbones import LpipsUnavailable as LpipsUnavailable
 from .lpips_backbones import find_backbone as find_backbone
 from .lpips_backbones import is_shipped as is_shipped
 from .lpips_backbones import net_at_hand as net_at_hand
+from .placement import OF_WEIGHTS as OF_WEIGHTS
 from .placement import PLACEMENT as PLACEMENT
 from .placement import adjacent_share as adjacent_share
 from .placement import as_sent as as_sent

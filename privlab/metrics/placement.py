@@ -20,6 +20,11 @@ PLACEMENT: dict[str, Metric] = {
 }
 """The metrics that records of released features hold besides the metrics of images."""
 
+OF_WEIGHTS: dict[str, Metric] = {
+    "patches_read": Metric("patches_read", None, "higher leaks", (0.0, 1.0), 4, "share of the patches that are read"),
+}
+"""The metric of the benchmark's track on weights that a server chose, which no run measures."""
+
 
 def placement_accuracy(sent: Sent, reconstruction: Reconstruction) -> Float[Tensor, " b"] | None:
     """Return the share of each image's patch slots that got their own row, in [0, 1]; None if rows are not placed."""

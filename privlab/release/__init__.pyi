@@ -39,6 +39,7 @@ from .local_training import replay as replay
 from .local_training import rounding_deviation as rounding_deviation
 from .local_training import run_client as run_client
 from .local_training import served as served
+from .local_training import train_round as train_round
 from .local_training import trained_parameters as trained_parameters
 from .local_training import undecayed as undecayed
 from .local_training import update_capabilities as update_capabilities

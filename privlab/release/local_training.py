@@ -401,3 +401,24 @@ def _set_dropout(model: VictimModel, client: Client) -> None:
         rates = torch.linspace(0, client.drop_path, len(model.vit.blocks)).tolist()
         for block, rate in zip(model.vit.blocks, rates, strict=True):
             block.drop_path1, block.drop_path2 = DropPath(rate).train(), DropPath(rate).train()
+
+
+def train_round(
+    model: VictimModel, client: Client, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], draw: Generator
+) -> dict[str, Tensor]:
+    """Train a model as an honest client of a round does, and return its weights before.
+
+    Args:
+        model: the model, which is changed.
+        client: the client, whose `images` are chosen at random.
+        images: photographs in [0, 1].
+        labels: their classes.
+        draw: chooses the images and their order.
+    """
+    before = {name: p.detach().clone() for name, p in model.vit.named_parameters()}
+    chosen = torch.randperm(len(images), generator=draw)[: client.images]
+    data = ClientData(images[chosen], labels[chosen], draw)
+    with torch.no_grad():
+        for name, moved in run_client(model, client, data).items():
+            model.vit.get_parameter(name).add_(moved)
+    return before

@@ -1,7 +1,7 @@
 """The audit of weights that a server sent: can single patches be read from the gradient that they would give?"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -9,7 +9,7 @@ from functools import partial
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, full_precision, gradients_enabled
@@ -263,14 +263,38 @@ def _gradient_test(
     """Return for each linear layer the patches that its gradient shows, and the statistics of the embedding's."""
     layers: list[ReadablePatches] = []
     of_embedding: dict[str, float] = {}
-    count, embedding = model.vit.patch_embed.num_patches, model.vit.patch_embed.proj
+    count = model.vit.patch_embed.num_patches
+
+    def visit(name: str, δ: Tensor, inputs: Tensor) -> None:
+        if name == "patch_embed.proj":
+            of_embedding.update(_of_embedding(δ, inputs))
+        if δ.ndim == 3 and δ.shape[1] >= count:  # else a layer of the class token alone
+            layers.append(_readable(name, δ, inputs, count))
+
+    layer_gradients(model, images, torch.arange(len(images)) % model.classes, visit)
+    return layers[::-1], of_embedding
+
+
+def layer_gradients(
+    model: VictimModel,
+    images: Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    visit: Callable[[str, Tensor, Tensor], None],
+) -> None:
+    """Show the two factors of the gradient of each linear layer, of the last layer first: ∂W = Σ_n δ_n x_nᵀ.
+
+    Args:
+        model: the model; it gets no gradient.
+        images: images in [0, 1].
+        labels: their classes.
+        visit: is called with the name of a layer, δ (… × o), the gradient of its outputs, and its inputs x (… × i).
+    """
+    embedding = model.vit.patch_embed.proj
 
     def backward(name: str, inputs: Tensor, δ: Tensor) -> None:
         if name == "patch_embed.proj":
             δ, inputs = δ.flatten(2).mT, F.unfold(inputs, embedding.kernel_size, stride=embedding.stride).mT
-            of_embedding.update(_of_embedding(δ, inputs))
-        if δ.ndim == 3 and δ.shape[1] >= count:  # else a layer of the class token alone
-            layers.append(_readable(name, δ, inputs, count))
+        visit(name, δ, inputs)
 
     def forward(name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if output.requires_grad:
@@ -282,9 +306,7 @@ def _gradient_test(
                 hooks.enter_context(layer.register_forward_hook(partial(forward, name)))
         # The gradient of the images is asked for, so that every layer gets its δ, and no weight a .grad.
         fed = images.to(model.mean).clone().requires_grad_(True)
-        labels = torch.arange(len(fed), device=fed.device) % model.classes
-        torch.autograd.grad(F.cross_entropy(model(fed), labels), fed)
-    return layers[::-1], of_embedding
+        torch.autograd.grad(F.cross_entropy(model(fed), labels.to(fed.device)), fed)
 
 
 def _readable(name: str, δ: Float[Tensor, "b t o"], inputs: Float[Tensor, "b t i"], count: int) -> ReadablePatches:

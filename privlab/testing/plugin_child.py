@@ -35,7 +35,7 @@ MODULE = "privlab_benchmark_entry"
 METHODS = frozenset(
     {
         *("__call__", "release", "variance", "send", "expected", "at_bound", "guarantee", "secret_bits", "remark"),
-        *("withholds", "beyond", "refuses"),
+        *("withholds", "beyond", "refuses", "suspicion"),
     }
 )
 """The methods of a plug-in that may be called."""
@@ -117,6 +117,8 @@ def serve() -> None:
         return
     task = pickle.loads(first)
     while (call := _read(receive)) is not None:
+        if b"privlab.victims" in call:  # it holds a model: timm is imported once, and not in each forked process
+            import privlab.victims.model  # noqa: F401  # pyright: ignore[reportUnusedImport]
         _write(reply, _answered(task, call, (receive, reply)))
 
 

@@ -9,6 +9,7 @@ make the same calls: float64 with the precision of float32, and seeds in place o
 import importlib.util
 import io
 import json
+import math
 import os
 import pickle
 import select
@@ -442,7 +443,15 @@ def _attacked(self: StandIn, seen: Any) -> Reconstruction:  # noqa: ANN401
     return Reconstruction(found.images.to(seen.model.mean), **moved)
 
 
+def _suspicion(self: StandIn, model: Any, images: Tensor, labels: Tensor, last: Any) -> float:  # noqa: ANN401
+    found = self.of_process("suspicion", model, images, labels, last)
+    if isinstance(found, bool) or not isinstance(found, int | float) or math.isnan(found):
+        _refuse(f"{found!r:.60} instead of a number")
+    return float(found)
+
+
 _METHODS: Mapping[str, Callable[..., Any]] = {
+    "suspicion": _suspicion,
     "release": _release,
     "send": _send,
     **{name: _of_released(name) for name in ("variance", "expected", "at_bound")},

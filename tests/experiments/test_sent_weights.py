@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from privlab.attacks.dishonest.imprint_bins import bins
+from privlab.attacks.dishonest.layout import STEEP
+from privlab.attacks.dishonest.manipulations import faint, mixed
 from privlab.base import PrivlabError
 from privlab.experiments.figures.sent_weights import draw_sent_weights
 from privlab.experiments.methods import honest_weights
@@ -22,7 +25,7 @@ def test_what_is_mixed_is_between_trained_and_manipulated_weights(photographs: C
     models = {}
     for strength in (0.0, 0.5, 1.0):
         models[strength] = copy.deepcopy(base)
-        study._mixed(study.faint, strength)(models[strength], images)
+        mixed(faint, strength)(models[strength], images)
     heads = {strength: model.vit.head.weight for strength, model in models.items()}
     assert torch.equal(heads[0.0], base.vit.head.weight)
     torch.testing.assert_close(heads[1.0], 1e-8 * base.vit.head.weight)
@@ -34,17 +37,17 @@ def test_rows_say_what_the_server_reads_and_what_the_audit_counts(
 ) -> None:
     base, images = victim("cifar_vit").model, photographs(6, 32)
     honest = study.audit_row("trained", "cifar_vit", audit_sent_weights(base, images))
-    bins = study._manipulated("steepness", "bins", base, study.bins, images, study.STEEP)
-    assert (honest["by_test"], honest["by_statistics"], bins["by_test"], bins["by_statistics"]) == (False,) * 2 + (
+    found = study._manipulated("steepness", "bins", base, bins, images, STEEP)
+    assert (honest["by_test"], honest["by_statistics"], found["by_test"], found["by_statistics"]) == (False,) * 2 + (
         True,
     ) * 2
-    assert 0 < bins["read"] < bins["recognisable"] < 1
-    first, second = study.summary([honest, bins])
+    assert 0 < found["read"] < found["recognisable"] < 1
+    first, second = study.summary([honest, found])
     assert (first["weights"], first["by either"], first["most recognised"]) == ("honest, trained", "0", "–")
     assert (second["weights"], second["number"], second["by either"]) == ("steepness bins", "1", "1")
     with pytest.raises(PrivlabError, match="run `privlab study sent-weights`"):
         draw_sent_weights(tmp_path)
-    (tmp_path / "facts.json").write_text(json.dumps([honest, bins]), encoding="utf-8")
+    (tmp_path / "facts.json").write_text(json.dumps([honest, found]), encoding="utf-8")
     assert draw_sent_weights(tmp_path).stat().st_size > 1000
 
 

@@ -15,8 +15,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import privlab
+from privlab.attacks.dishonest.layout import mlp_inputs
+from privlab.attacks.dishonest.manipulations import MANIPULATIONS
 from privlab.base import PrivlabError
-from privlab.experiments.methods.sent_weights import MANIPULATIONS, mlp_inputs
 from privlab.runs import sent_weights
 from privlab.runs.sent_weights import PURE, WeightsAudit, audit_sent_weights
 from privlab.victims import Victim, VictimModel, victim

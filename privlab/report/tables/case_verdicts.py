@@ -17,7 +17,7 @@ import pandas as pd
 
 from privlab.base import parse_object
 from privlab.evaluation import CONTROL
-from privlab.metrics import METRICS, MIRRORED, STRUCTURE
+from privlab.metrics import METRICS, MIRRORED, OF_WEIGHTS, STRUCTURE
 from privlab.release import EXPLAINED_RESIDUAL
 from privlab.report.intervals import FEWEST_IMAGES
 from privlab.report.tables.cells import some
@@ -248,7 +248,10 @@ def _held(facts: Facts, case: int, found: Sequence[Measure]) -> tuple[str | None
         ),
         (
             f"structure without its scale ({', '.join(STRUCTURE)}) was not compared with the mirrored image",
-            lambda m: bool(own[m.attack].reindex(columns=list(MIRRORED.values())).notna().any(axis=None)),
+            lambda m: (
+                m.metric in OF_WEIGHTS  # which is not that of an image
+                or bool(own[m.attack].reindex(columns=list(MIRRORED.values())).notna().any(axis=None))
+            ),
         ),
         ("attacks that know the defense failed", lambda m: bool((own[m.attack].status == "ok").all())),
         (f"attacks that know the defense have fewer than {FEWEST_IMAGES} images", lambda m: m.enough),
