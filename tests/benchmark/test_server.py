@@ -74,7 +74,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         attacks=("bins", "places mixed 0.003"),
         cases=(TrackCase("first", {"start": "cifar_vit", "rounds": 0}),),
     )
-    monkeypatch.setattr(Card, "of", property(lambda self: own))
+    monkeypatch.setattr(Card, "of", property(lambda self: own if self.track == CHECKED else track(self.track)))
     monkeypatch.setattr(server, "track", lambda name: own)
     server.battery.cache_clear()
     whole = server.clients_of
