@@ -6,6 +6,7 @@
 # where that is not large compared with ε.
 # 2. With expected magnitudes for the others, `weighted_patches` solves Aᵀ X = G for a first X.
 # 3. `_Search` descends over X and Δ = ∂ℓ/∂z_L, which give the gradients of all matrices before it, by their signs.
+# Where many magnitudes of ∂ℓ/∂W are known, `signed_product` fits A and X to them instead.
 # 4. For L = 1, 2, … blocks, damped Gauss-Newton steps of a `Stage` move X and Δ, until all gradients before block L
 # have the known magnitudes and keep to the bounds of the others.
 
@@ -33,6 +34,7 @@ from privlab.attacks.solvers import (
     photograph_gradients,
     row_disagreement,
     shown_by_round,
+    signed_product,
     slot_gradients,
     too_many,
     values_and_slopes,
@@ -56,6 +58,9 @@ _SECOND = 0.98
 EPSILON = 0.1  # ε of the image prior of the last search, in standard deviations of differences of adjacent pixels
 _EDGES = 0.002  # weight of the edges' energy, a mean over the pixels
 
+_KNOWN_ENOUGH = 1 / 3
+"""The share of ∂ℓ/∂W with known magnitudes from which the embedding's two gradients alone are explained."""
+
 _BOX = 30.0  # weight of the mean squared distance of normalised pixels from those of black and white
 
 
@@ -75,7 +80,8 @@ class AdamUpdate(Checked):
     1. X is the least-squares solution of (∂ℓ/∂E_pos)ᵀ X = ∂ℓ/∂W that takes unknown magnitudes for their expected ones.
     2. X and Δ = ∂ℓ/∂z_L give the gradients of all matrices of the embedding and of the first L blocks, whatever follows
        (`FirstBlocks`). The mean of 1 − cos, of each row of these with what is shown of it, is minimised over both by
-       Adam, with the energy of X's edges (`Smoothness`). Each block adds signs and no unknown.
+       Adam, with the energy of X's edges (`Smoothness`). Each block adds signs and no unknown. Where more than a third
+       of ∂ℓ/∂W is known, the embedding's two gradients alone are explained instead (`signed_product`).
     3. From there, damped Gauss-Newton steps fit X and Δ to the known magnitudes, within their errors, and to the signs
        and bounds of the others, with L = 1 and then with 2 (`Stage`).
 
@@ -95,9 +101,10 @@ class AdamUpdate(Checked):
     Studies: adam, updates
 
     Args:
-        steps: steps of the search by signs; 0 leaves it out.
+        steps: steps of the search by signs; 0 leaves out both first searches.
         blocks: the largest L, at least 0.
-        prior: factor of the weight of the edges' energy in the search by signs.
+        stage_steps: steps of L-BFGS in each of the five stages of the other search.
+        prior: factor of the weight of the edges' energy in both.
         rounds: Gauss-Newton steps for each number of blocks; 0 leaves them out.
         solver_steps: steps of conjugate gradients in each, at least 1.
 
@@ -108,7 +115,7 @@ class AdamUpdate(Checked):
     name: ClassVar[str] = "adam-update"
     paper: ClassVar[str] = "ours: patch-gradient on the signs and the small entries that Adam's first step shows"
     order: ClassVar[int] = 30
-    short: ClassVar[Mapping[str, Any]] = {"steps": 1, "rounds": 1, "solver_steps": 2}
+    short: ClassVar[Mapping[str, Any]] = {"steps": 1, "stage_steps": 1, "rounds": 1, "solver_steps": 2}
     requires: ClassVar[frozenset[Capability]] = ONE_IMAGE | {Capability.KNOWS_WEIGHTS, Capability.CLIENT_UPDATE}
     effort: ClassVar[str] = "standard"
     search: ClassVar[bool] = True
@@ -117,6 +124,7 @@ class AdamUpdate(Checked):
 
     steps: AtLeast0 = 400
     blocks: AtLeast0 = 2
+    stage_steps: AtLeast0 = 200
     prior: NotNegative = 1.0
     rounds: AtLeast0 = 12
     solver_steps: AtLeast1 = 60
@@ -158,7 +166,11 @@ class AdamUpdate(Checked):
         errors = [torch.where(of.known, of.deviation, expected_excess(of)) for of in (rows[_PE], rows[_PROJECTION])]
         # Aᵀ X = G with A (N × D) and G (D × K), each entry weighed by the inverse variance of these errors.
         X = weighted_patches(wanted[_PE], wanted[_PROJECTION], errors[0], errors[1])
-        if self.steps:
+        if self.steps and float(shown[_PROJECTION].known.double().mean()) > _KNOWN_ENOUGH:
+            # With many known magnitudes the two gradients of the embedding say more than the signs of further layers.
+            a, g, names = rows[_PE], rows[_PROJECTION], seen.photographs
+            X = signed_product(seen.model, a, g, X, names, self.stage_steps, self.prior)
+        elif self.steps:
             X = self._search(seen, client, update, first, wanted, X)
         return self._fit(seen, shown, X) if self.rounds else X
 

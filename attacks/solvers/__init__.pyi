@@ -4,8 +4,10 @@ from .adam_shares import expected_value as expected_value
 from .adam_shares import largest_step as largest_step
 from .adam_shares import least_step as least_step
 from .adam_shares import likelihood_of_shares as likelihood_of_shares
+from .adam_shares import misfit as misfit
 from .adam_shares import shown_by_adam as shown_by_adam
 from .adam_shares import shown_by_round as shown_by_round
+from .adam_shares import signed_product as signed_product
 from .denoiser import denoise as denoise
 from .denoiser import plug_and_play as plug_and_play
 from .descent import OPTIMISERS as OPTIMISERS

@@ -1,29 +1,40 @@
-"""What Adam's share of a full step shows: signs, and the magnitude of small entries.
+"""What Adam's share of a full step shows: signs, the magnitude of small entries, and two matrices of such a product.
 
 Adam moves a weight by η · u with u = g / (|g| + ε) in its first step. So sgn g is known of every entry, but |g| only of
-entries that are not much larger than ε.
+entries that are not much larger than ε. Sought are the patches X in G = Aᵀ X, where A and G are such gradients of the
+position embeddings and of the patch projection.
 
 1. `shown_by_round` divides the update by the full step, and `shown_by_adam` turns each share u into what it shows of g.
 2. `expected_excess` guesses the magnitudes that are not shown from those that are.
-3. `likelihood_of_shares` hands both on to a search: known entries with their errors, and bounds of the others.
+3. `signed_product` searches for A and X together, under signs, bounds, known magnitudes and an image prior.
+4. `likelihood_of_shares` hands all of it on to a search over more layers.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers.linear import RTOL
 from privlab.attacks.solvers.noisy_gradients import Likelihood
-from privlab.base import PrivlabError
+from privlab.attacks.solvers.prior import EDGE_WIDTH, Smoothness, photograph_gradients
+from privlab.base import PrivlabError, gradients_enabled
+from privlab.patches import patchify
 from privlab.release import Update, rounding_deviation, without_decay
 from privlab.threat import Client
 from privlab.victims import VictimModel
 
+_TOLERANCES = (1.0, 0.3, 0.1, 0.03, 0.01)
+"""Errors that ∂ℓ/∂W is allowed, in units of its channels' mean magnitude, from the first stage of the search on."""
+
 _PSEUDO_COUNT = 3.0  # known entries of mean size that each row and column counts beside its own, for its scale
+_BOX = 100.0  # weight of the squared distance of normalised pixels from those of black and white
+_EDGES = 5.0  # weight of the edges' energy, beside which an entry of G off by its error counts a half
+
 _CERTAIN = 3.0
 """Standard deviations of rounding by which a share must differ from a full one for its magnitude to be known."""
 
@@ -169,6 +180,65 @@ def _shares(client: Client) -> Iterator[list[tuple[float, float]]]:
         yield list(zip(first, second, strict=True))
 
 
+def signed_product(
+    model: VictimModel,
+    a: Shown,
+    g: Shown,
+    X: Float[Tensor, "n k"],
+    photographs: tuple[str, ...] | None,
+    steps: int,
+    prior: float,
+) -> Float[Tensor, "n k"]:
+    """Return the normalised patches X of least energy over X and A, for G = Aᵀ X.
+
+    −log of the likelihood of signs, bounds and known magnitudes, plus |A| over its scales and the energy of X's edges
+    (`Smoothness`), is minimised by L-BFGS, in five stages: the errors that G may have shrink from the mean magnitude of
+    a channel to a hundredth of it, and no further than rounding.
+
+    Args:
+        model: the server's model.
+        a: what is shown of the gradient of the position embeddings, N × D.
+        g: what is shown of that of the projection, D × K.
+        X: where the search begins.
+        photographs: those that the prior may be learned from.
+        steps: steps of L-BFGS in each stage.
+        prior: factor of the weight of the edges' energy.
+    """
+    # A starts from its shown values and guessed magnitudes. Both unknowns have the scale 1:
+    # A is searched as shares of scale_a.
+    scale_a, scale_g = expected_excess(a), expected_excess(g)
+    A = expected_value(a)
+    # Normalised pixels of black and of white, n × k: the energy grows with the distance of X from this box.
+    black, white = (
+        patchify(model.normalise(X.new_full((1, *model.image_shape), shade)), model.patch)[0].to(X)
+        for shade in (0.0, 1.0)
+    )
+    smooth = Smoothness(model.image_shape, photograph_gradients(model, photographs).to(X))
+    share, X = A / scale_a, X.clamp(black, white)
+    for tolerance in _TOLERANCES:
+        # G is compared with an error that shrinks from stage to stage, in units of the mean
+        # magnitude of a row of G (a channel).
+        of_channel = tolerance * scale_g.mean(1, keepdim=True)
+
+        def energy(
+            share: Float[Tensor, "n d"], X: Float[Tensor, "n k"], allowed: Tensor = of_channel, off: float = tolerance
+        ) -> Tensor:
+            A = share * scale_a
+            # |share|, made smooth: −log of the exponential density of a magnitude of scale
+            # scale_a. Known magnitudes need no prior.
+            size = (share.square() + 0.01).sqrt().masked_fill(a.known, 0).sum()
+            outside = F.relu(X - white).square().sum() + F.relu(black - X).square().sum()
+            edges = smooth.sparse_energy(X[None], EDGE_WIDTH).sum()
+            # A may miss its known values by a share of its scale, which shrinks too, and G = Aᵀ X (D × K) may miss what
+            # is shown of it by the error of this stage.
+            explained = misfit(a, A, 0.3 * off * scale_a, 0.1 * scale_a) + misfit(g, A.mT @ X, allowed, allowed)
+            return explained + size + prior * _EDGES * edges + _BOX * outside
+
+        # Each stage starts where the last one ended, with a smaller allowed error.
+        share, X = _descend(energy, share, X, steps)
+    return X
+
+
 def expected_excess(of: Shown) -> Float[Tensor, "r c"]:
     """Return the expected excess of each magnitude over its bound: of rows times of columns, over that of all.
 
@@ -194,6 +264,46 @@ def expected_excess(of: Shown) -> Float[Tensor, "r c"]:
 def expected_value(of: Shown) -> Float[Tensor, "r c"]:
     """Return the gradient with each magnitude that is not known at what is expected of it: its bound and the excess."""
     return torch.where(of.known, of.value, of.value + of.sign * expected_excess(of))
+
+
+def misfit(
+    of: Shown, at: Float[Tensor, "r c"], known: Float[Tensor, "r _"], unknown: Float[Tensor, "r _"]
+) -> Float[Tensor, ""]:
+    """Return half the squared errors: from known values, and of the others from their signs and bounds.
+
+    Args:
+        of: what is shown.
+        at: the gradient to compare.
+        known: the error that known values are allowed besides their own.
+        unknown: the error that signs and bounds are allowed.
+    """
+    # Known entries: (at − value) / √(σ² + allowed²), the deviation of both errors.
+    exact = (at - of.value) / (of.deviation.square() + known.square()).sqrt()
+    # Others: how far sgn · g is below its bound. The bound is ≥ 0, so that a wrong sign always costs.
+    bound = F.relu(of.least - of.sign * at) / unknown
+    return torch.where(of.known, exact, bound).square().sum() / 2
+
+
+def _descend(
+    energy: Callable[[Tensor, Tensor], Tensor], share: Float[Tensor, "n d"], X: Float[Tensor, "n k"], steps: int
+) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n k"]]:
+    """Return where so many steps of L-BFGS lead from a point of both unknowns."""
+    # Both tolerances are 0, so that a small gradient or change does not end the search. Nor does torch's limit of
+    # evaluations, 1.25 a step: the line search needs about 1.03.
+    point = [each.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for each in (share, X)]
+    search = torch.optim.LBFGS(
+        point, max_iter=steps, history_size=20, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
+    )
+
+    def closure() -> Tensor:
+        search.zero_grad()
+        with gradients_enabled():
+            value = energy(*point)
+        value.backward()
+        return value
+
+    search.step(closure)
+    return point[0].detach(), point[1].detach()
 
 
 def likelihood_of_shares(shown: Mapping[str, Shown], like: Tensor) -> Likelihood:

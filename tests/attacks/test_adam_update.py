@@ -139,6 +139,15 @@ def test_moves_of_every_size_still_show_signs(tiny_model: Model, crops: Tensor) 
     assert found > start + 0.2
 
 
+def test_blocks_are_read_where_less_than_a_third_of_the_magnitudes_is_known(tiny_model: Model, crops: Tensor) -> None:
+    """Where more is known the number of blocks changes no pixel; where less is, it does."""
+    images, model = crops[:1], tiny_model().float()
+    for client, same in ((HALF, True), (SIGNS, False)):
+        seen = sent(model, images, client)
+        some, none = (AdamUpdate(steps=2, stage_steps=1, blocks=blocks, rounds=0)(seen) for blocks in (2, 0))
+        assert torch.equal(some, none) == same
+
+
 def test_the_signs_of_two_blocks_improve_on_least_squares(tiny_model: Model, crops: Tensor) -> None:
     images = crops[:1]
     seen = sent(tiny_model().float(), images, SIGNS)
