@@ -72,7 +72,7 @@ class AdamUpdate(Checked):
     show their magnitude too, because Adam adds ε to what it divides by. The attack looks for an image, as smooth as
     photographs are, and for one gradient behind the first blocks, which together give matrices these signs and sizes.
 
-    Steps: undo decay, read signs, invert ε → solve Aᵀ X = G, weighed → search by signs → fit to magnitudes and bounds
+    Steps: undo decay, read signs, invert ε → search by signs → fit to magnitudes and bounds
 
     Algorithm: A fresh state of Adam moves a weight by η g / (|g| + ε) in its first step. So the update has the sign of
     each g, and the magnitude of those that are not large compared with ε (`shown_by_adam`); of others a lower bound.

@@ -100,7 +100,15 @@ class Stage:
 
     @classmethod
     def of(cls, model: VictimModel, blocks: int, likelihood: Likelihood, prior: Smoothness, epsilon: float) -> "Stage":
-        """Return the first blocks of a copy of a model."""
+        """Return the first blocks of a copy of a model.
+
+        Args:
+            model: the model; it is left as it is.
+            blocks: L, at least 0.
+            likelihood: what was released of each parameter's gradient.
+            prior: the prior of edges.
+            epsilon: its ε, in standard deviations of the differences of adjacent pixels, > 0.
+        """
         # The attention must not be fused, because its gradient is differentiated again.
         tokens = _Tokens(twice_derivable(model), blocks)
         released, full = likelihood.released, "model.vit.{}".format
@@ -137,7 +145,13 @@ class Stage:
         )
 
     def start(self, X: Float[Tensor, "b n k"], steps: int, damping: float = 1e-2) -> Point:
-        """Return a point with these patches, and with the Δ that explains best what was released."""
+        """Return a point with these patches, and with the Δ that explains best what was released.
+
+        Args:
+            X: normalised patches.
+            steps: steps of conjugate gradients for Δ, at least 1.
+            damping: that of the next step, relative to the mean curvature.
+        """
         return Point(X, self._explain(X, steps), X.new_full((len(X),), damping))
 
     def step(self, at: Point, steps: int, draw: Generator) -> Point:
@@ -145,6 +159,11 @@ class Stage:
 
         It moves X and Δ together. Where logits depend on few tokens alone it moves X, and then Δ is solved for:
         conjugate gradients of both need more steps there.
+
+        Args:
+            at: the point.
+            steps: steps of conjugate gradients, at least 1.
+            draw: of the probes of the curvature.
         """
         # T stays as it was at the start of the step, so that the tried lengths are compared by one objective.
         δX, δΔ, T = self._direction(at, steps, draw)

@@ -322,8 +322,10 @@ def derived_bits(parts: Sequence[Any], model: VictimModel, together: int) -> flo
     """
     bits = 0.0
     for part in parts:
+        if hasattr(part, "suspicion"):
+            continue  # a check keeps no secret
         declared = defense_declarations(part).secret_bits
-        if declared is None and part.name not in DEFENSES and not hasattr(part, "suspicion"):  # a check keeps no secret
+        if declared is None and part.name not in DEFENSES:
             return None
         bits += 0.0 if declared is None else declared(model, together)
     return bits

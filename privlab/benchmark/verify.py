@@ -126,7 +126,7 @@ def _check_stated(result: Result, card: Card, how: Photographs, chance: random.R
         _check_same(result, name, now)
 
 
-def _check_same(result: Result, name: str, now: float) -> None:
+def _check_same(result: Result, name: str, now: int | float) -> None:
     """Raise PrivlabError if a number of a result is another one now."""
     if not math.isclose(result.data[name], now, abs_tol=_APART):
         raise PrivlabError(f"{result.path}: {name} is {now:g} now, and the file says {result.data[name]:g}.")

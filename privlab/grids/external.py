@@ -43,6 +43,7 @@ _RIGHT = {
 }
 _RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
+_OF_IMAGES = [name for name in KNOWN if name not in OF_WEIGHTS]
 _NO_RECONSTRUCTION = "There is no reconstruction of that name."
 _NO_IMAGE = "There is no private image of that name."
 
@@ -162,7 +163,7 @@ def _check(file: TomlFile) -> None:
 
 def check_score(name: str, value: object) -> None:
     """Refuse an unknown metric, or a value that it cannot have."""
-    check_name("metric", name, [each for each in KNOWN if each not in OF_WEIGHTS])
+    check_name("metric", name, _OF_IMAGES)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PrivlabError(f"{name} must be a number. Found {value!r}.")
     low, high = KNOWN[name].range
@@ -269,7 +270,7 @@ def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
     Raises:
         PrivlabError: if a score contradicts that of the store.
     """
-    table = store.read([*_COMPARED, *KNOWN])
+    table = store.read([*_COMPARED, *_OF_IMAGES])
     there = merge_records(part_frame(table.filter(pc.field("external").is_valid())))
     found = {(old["cell"], old["image_sha256"] or old["image"]): old for old in there.to_dict("records")}
     for row in rows:

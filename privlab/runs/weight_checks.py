@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -43,7 +43,7 @@ class AuditCheck:
 
     name: ClassVar[str] = "weights-audit"
     paper: ClassVar[str] = "privlab's audit of a server's weights"
-    part: Literal["all", "patches", "statistics"] = "all"
+    part: str = "all"
 
     def __post_init__(self) -> None:
         check_name("part", self.part, ("all", "patches", "statistics"))
@@ -52,10 +52,17 @@ class AuditCheck:
         self,
         model: VictimModel,
         images: Float[Tensor, "b c h w"],
-        labels: Int[Tensor, " b"],  # the audit has its own
+        labels: Int[Tensor, " b"],
         last: Mapping[str, Tensor] | None,
     ) -> float:
-        """Return the largest number that the audit finds, by its limit; the arguments are those of `WeightCheck`."""
+        """Return the largest number that the audit finds, by its limit.
+
+        Args:
+            model: as in `WeightCheck`, like the other arguments.
+            images: the client's.
+            labels: not used, as the audit has its own.
+            last: the weights of the last round; None in a first round.
+        """
         found = audit_of_round(model, images, last)
         patches = max(each.most / each.patches for each in found.layers) / MOST_READABLE
         statistics = max(_by_limit(each) for each in found.statistics)
@@ -80,7 +87,7 @@ class SignalToNoise:
 
     name: ClassVar[str] = "d-snr"
     paper: ClassVar[str] = "D-SNR (Garov et al., ICLR 2024)"
-    of: Literal["examples", "tokens"] = "examples"
+    of: str = "examples"
     limit: float = 1.0
 
     def __post_init__(self) -> None:
@@ -92,9 +99,16 @@ class SignalToNoise:
         model: VictimModel,
         images: Float[Tensor, "b c h w"],
         labels: Int[Tensor, " b"],
-        last: Mapping[str, Tensor] | None,  # it is not needed
+        last: Mapping[str, Tensor] | None,
     ) -> float:
-        """Return D-SNR by its limit; the arguments are those of `WeightCheck`."""
+        """Return D-SNR by its limit.
+
+        Args:
+            model: as in `WeightCheck`, like the other arguments.
+            images: the client's.
+            labels: their classes.
+            last: not used.
+        """
         ratios = [0.0]
 
         def visit(_: str, δ: Tensor, inputs: Tensor) -> None:

@@ -48,7 +48,7 @@ def test_what_re_assembly_changes_stands_below_every_table(attack: Callable[...,
 
 
 def test_it_is_refused_before_the_run_where_there_is_nothing_to_put_together(attack: Callable[..., Any]) -> None:
-    done = attack("--setting", "a", *OPTIONS, "--geometry", "reassembled")
+    done = attack("--setting", "a", *OPTIONS[:-2], "--geometry", "reassembled")
     assert done.status == 2
     assert done.err.splitlines() == [
         "Error: Geometry 'reassembled' is for setting c, released gradients and a defense that shuffles patches. "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from privlab.experiments.studies import mixtures
+from privlab.experiments.methods import mixtures
 
 
 def test_rows_are_not_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Both photographs of a mixture: `python -m privlab.experiments.studies.mixtures IMAGES OUT.csv [PAIRS] [FIRST]`.
+"""Both photographs of a mixture: `python -m privlab.experiments.methods.mixtures IMAGES OUT.csv [PAIRS] [FIRST]`.
 
 Pair i mixes the photographs FIRST + i and FIRST + 200 + i of a folder, by name, as MixUp does: pixels and labels in the
 shares λ and 1 − λ. Labels are the victim's predictions; pairs of one class are left out, because their label does not
