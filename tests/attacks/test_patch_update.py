@@ -365,7 +365,7 @@ def test_both_photographs_of_a_mixture_come_back(photographs: Callable[[int, int
     model, pair = small_vit(32, 48), (photographs(2, 32) * 255).round().float() / 255
     seen = observe_updates(model, Client(lr=1.0), [_mixed(pair, 0.6763, (2, 5))])
     (found,) = PatchUpdate().unmix(seen)
-    assert ((found - pair).abs() < 1e-3).all(0).float().mean() > 0.98
+    assert ((found - pair).abs() < 1e-3).all(0).float().mean() > 0.95
     for refused in (
         observe_updates(model, Client(lr=1.0), [_mixed(pair, 0.6763, (2, 2))]),
         observe_updates(model, Client(optimiser="adamw"), [_mixed(pair, 0.6763, (2, 5))]),
