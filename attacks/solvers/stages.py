@@ -253,7 +253,7 @@ class Stage:
         """Return W = diag(1 / √v), less for entries within their intervals.
 
         An entry within an interval about zero has the weight 0. One beyond its bound by m, that a step may bring back,
-        has 1 / √(1 + m² / (v T)) of its weight: without it, steps go to and fro.
+        has 1 / √(1 + m² / (v T)) of its weight: without it, steps swing between two sets of violated bounds.
         """
         beyond = self.weight * (image - self.released)
         near = (1 + beyond.square() / T[:, None]).rsqrt()
