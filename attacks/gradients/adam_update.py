@@ -12,6 +12,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +56,7 @@ _RATE, _FASTER = 0.1, 2.0
 _SECOND = 0.98
 """The share of squared slopes that the search keeps from step to step: they fall by orders of magnitude in hundreds."""
 
-EPSILON = 0.1  # ε of the image prior of the last search, in standard deviations of differences of adjacent pixels
+_EPSILON = 0.1  # ε of the image prior of the last search, in standard deviations of differences of adjacent pixels
 _EDGES = 0.002  # weight of the edges' energy, a mean over the pixels
 
 _KNOWN_ENOUGH = 1 / 3
@@ -186,13 +187,8 @@ class AdamUpdate(Checked):
         """Return the patches whose gradients have the signs of what is wanted, row by row."""
         # 1 − cos of rows, over X and Δ, by Adam from the X found.
         search = _Search.of(first, wanted, photograph_gradients(seen.model, seen.photographs), self.prior * _EDGES)
-        own = (
-            hash_of(seen.model.state_dict()),
-            hash_of(dict(update)),
-            repr(client),
-            repr(seen.photographs),
-            repr(self),
-        )
+        hashes = (hash_of(seen.model.state_dict()), hash_of(dict(update)))
+        own = (*hashes, repr(client), repr(seen.photographs), repr(self))
         best, _ = descend(Adam(_RATE, second=_SECOND), search.start(X)[None], search, self.steps, own)
         return search.parts(best[0])[0]
 
@@ -204,12 +200,9 @@ class AdamUpdate(Checked):
         prior = Smoothness(seen.model.image_shape, photograph_gradients(seen.model, seen.photographs))
         with full_precision():
             for blocks in range(1, min(self.blocks, len(seen.model.vit.blocks)) + 1):
-                stage = Stage.of(seen.model, blocks, likelihood, prior, EPSILON)
-                point = stage.start(X, self.solver_steps)
-                for number in range(self.rounds):
-                    draw = draw_for(0, self.name, f"probes of {blocks} blocks", number)
-                    point = stage.step(point, self.solver_steps, draw)
-                X = point.X
+                stage = Stage.of(seen.model, blocks, likelihood, prior, _EPSILON)
+                draw = partial(draw_for, 0, self.name, f"probes of {blocks} blocks")
+                X = stage.search(X, self.rounds, self.solver_steps, draw)
         return X[0]
 
 

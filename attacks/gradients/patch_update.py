@@ -217,7 +217,7 @@ class PatchUpdate(Checked):
         if client is None or client.optimiser != "sgd" or too_many(seen):
             raise PrivlabError(f"Unmixing needs a client that trains by sgd on N < D patches. {too_many(seen) or ''}")
         white, black = (self.levels * t.double().flatten() for t in (model.std, model.mean))
-        # Γ is of normalised pixels, and here of grey levels.
+        # The covariance Γ is that of normalised pixels. It is converted to grey levels here.
         Γ = photograph_gradients(model, seen.photographs).double() * white[:, None] * white
         scale, dark = (t.repeat_interleave(model.patch**2) for t in (white, black))
         for update in each_release(seen):

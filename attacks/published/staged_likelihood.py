@@ -9,6 +9,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -126,13 +127,10 @@ class StagedLikelihood(Checked):
             # The gradients of few blocks are nearly linear in X and Δ, and forgive a poor start.
             # More blocks add equations and no unknown.
             stage = Stage.of(model, blocks, likelihood, prior, self.epsilon)
-            point = stage.start(X, self.steps)
-            for number in range(self.last_rounds if blocks == depth else self.rounds):
-                # Each step draws new probes of the curvature, from a seed that depends on the
-                # stage and the number of the step.
-                draw = draw_for(self.seed, self.name, f"probes of {blocks} blocks", number)
-                point = stage.step(point, self.steps, draw)
-            X = point.X
+            # Each step draws new probes of the curvature, from a seed that depends on the
+            # stage and the number of the step.
+            draw = partial(draw_for, self.seed, self.name, f"probes of {blocks} blocks")
+            X = stage.search(X, self.last_rounds if blocks == depth else self.rounds, self.steps, draw)
         return X
 
 

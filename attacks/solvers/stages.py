@@ -44,8 +44,8 @@ _PROBES = 8  # random vectors by which the curvature is estimated
 _AGAIN = 15  # steps of conjugate gradients for a Δ that does not move with X
 _LENGTHS = (1.0, 0.5, 0.2, 0.0)  # the shares of a step that are tried
 
-_LOWERED, _RAISED, _LEAST_DAMPING = 0.25, 6.0, 1e-9
-"""The factors of the damping after a step that was taken whole and after none, and the least damping."""
+_LOWERED, _RAISED, _FIRST_DAMPING, _LEAST_DAMPING = 0.25, 6.0, 1e-2, 1e-9
+"""The factors of the damping after a step that was taken whole and after none, and its first and least value."""
 
 Flat = Float[Tensor, "b e"]
 Unknowns = Float[Tensor, "b 1 u"]
@@ -144,15 +144,25 @@ class Stage:
             epsilon=epsilon,
         )
 
-    def start(self, X: Float[Tensor, "b n k"], steps: int, damping: float = 1e-2) -> Point:
-        """Return a point with these patches, and with the Δ that explains best what was released.
+    def start(self, X: Float[Tensor, "b n k"], steps: int) -> Point:
+        """Return a point with these patches, and with the Δ that explains best what was released."""
+        return Point(X, self._explain(X, steps), X.new_full((len(X),), _FIRST_DAMPING))
+
+    def search(
+        self, X: Float[Tensor, "b n k"], rounds: int, steps: int, draw: Callable[[int], Generator]
+    ) -> Float[Tensor, "b n k"]:
+        """Return the patches after some damped Gauss-Newton steps.
 
         Args:
-            X: normalised patches.
-            steps: steps of conjugate gradients for Δ, at least 1.
-            damping: that of the next step, relative to the mean curvature.
+            X: normalised patches, where the search begins.
+            rounds: the steps, at least 0.
+            steps: steps of conjugate gradients in each, at least 1.
+            draw: gives the generator of a step by its number.
         """
-        return Point(X, self._explain(X, steps), X.new_full((len(X),), damping))
+        point = self.start(X, steps)
+        for number in range(rounds):
+            point = self.step(point, steps, draw(number))
+        return point.X
 
     def step(self, at: Point, steps: int, draw: Generator) -> Point:
         """Return the point after one damped Gauss-Newton step, of the tried length of least objective.

@@ -22,11 +22,7 @@ _PAIRS, _KEPT = 24, 4  # pairs that are tried for each value, and those that are
 
 _REACH = 4.0  # standard deviations within which a pair must lie
 
-_SINGLE, _JOINT, _EPSILON = (
-    0.6,
-    1.0,
-    0.1,
-)  # weights of the image prior for one colour and for all, and where it is round
+_SINGLE, _JOINT, _EPSILON = 0.6, 1.0, 0.1  # weights of the image prior for one colour and for all, and its ε
 
 _TEMPER = 0.3  # exponent of beliefs, which are too sure: the pixels of a grid are in many loops
 

@@ -123,7 +123,7 @@ def measure_checks(card: Card, how: Photographs) -> tuple[pd.DataFrame, float, l
     jobs: list[tuple[SentWeights, tuple[str, str] | None, int]] = []
     jobs += [(each, key, place) for key, each in met.sent.items() for place in range(count)]
     jobs += [(each, None, i % count) for i, each in enumerate(met.honest)]
-    random.Random(secrets.randbits(64)).shuffle(jobs)  # so that the order of calls tells nothing
+    random.Random(secrets.randbits(64)).shuffle(jobs)  # a check must not recognise chosen weights by the order of calls
     rows: list[dict[str, Any]] = []
     worth: dict[str, float] = {}
     for sent, key, place in jobs:
@@ -214,7 +214,7 @@ def _chosen(
 def _suspicion(parts: Sequence[Any], sent: SentWeights, client: OneClient) -> float:
     """Return the largest number of the checks among the parts of an entry; 0 where there is none."""
     found = 0.0
-    sent.model.vit.requires_grad_(False)  # of all weights alike, whatever was done with them before
+    sent.model.vit.requires_grad_(False)  # so that no flag distinguishes honest weights from chosen ones
     for part in parts:
         if hasattr(part, "suspicion"):
             number = part.suspicion(sent.model, client.images, client.labels, sent.last)

@@ -18,7 +18,8 @@ from privlab.metrics import METRICS, OF_WEIGHTS, PLACEMENT, STRUCTURE
 from privlab.metrics.names import LPIPS
 from privlab.threat import Client
 
-KNOWN = {**METRICS, **PLACEMENT, **OF_WEIGHTS}
+OF_IMAGES = {**METRICS, **PLACEMENT}
+KNOWN = {**OF_IMAGES, **OF_WEIGHTS}
 """The metrics that may be a column of a table or an axis of a figure."""
 
 FIGURES: dict[str, str] = {
@@ -221,7 +222,7 @@ def _layout(file: TomlFile) -> Layout:
     for where in ("columns", "decimals"):
         with file.at("table", 0, where):
             for name in given.get(where, ()):
-                check_name("metric", name, [*METRICS, *PLACEMENT, LPIPS])
+                check_name("metric", name, [*OF_IMAGES, LPIPS])
     with file.at("table", 0, "paper_attack"):
         if "paper_attack" in given:
             check_name("attack", given["paper_attack"], installed_attacks())
@@ -229,7 +230,7 @@ def _layout(file: TomlFile) -> Layout:
 
 
 def _figures(file: TomlFile, cases: Sequence[GridRow]) -> Iterator[Figure]:
-    known = [*METRICS, *PLACEMENT, LPIPS, *dict.fromkeys(name for case in cases for name in case.options)]
+    known = [*OF_IMAGES, LPIPS, *dict.fromkeys(name for case in cases for name in case.options)]
     for number, figure in enumerate(file.tables("figure", [])):
         kind = str(figure.get("kind"))
         with file.at("figure", number, "kind"):

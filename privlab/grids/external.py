@@ -28,11 +28,11 @@ from privlab.evaluation import (
     learned_metric,
     score_images,
 )
-from privlab.grids.definition import KNOWN
+from privlab.grids.definition import KNOWN, OF_IMAGES
 from privlab.grids.specify import case_of
 from privlab.grids.toml_file import TomlFile
 from privlab.images import NamedImage, Preprocessing, as_text, open_images, to_png
-from privlab.metrics import METRICS, OF_WEIGHTS, Learned, LpipsUnavailable
+from privlab.metrics import METRICS, Learned, LpipsUnavailable
 from privlab.stores import RunDirectory, Store, differs, merge_records, part_frame
 
 _NEEDED = ("reference", "case", "attack")
@@ -43,7 +43,6 @@ _RIGHT = {
 }
 _RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
-_OF_IMAGES = [name for name in KNOWN if name not in OF_WEIGHTS]
 _NO_RECONSTRUCTION = "There is no reconstruction of that name."
 _NO_IMAGE = "There is no private image of that name."
 
@@ -163,7 +162,7 @@ def _check(file: TomlFile) -> None:
 
 def check_score(name: str, value: object) -> None:
     """Refuse an unknown metric, or a value that it cannot have."""
-    check_name("metric", name, _OF_IMAGES)
+    check_name("metric", name, OF_IMAGES)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PrivlabError(f"{name} must be a number. Found {value!r}.")
     low, high = KNOWN[name].range
@@ -270,7 +269,7 @@ def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
     Raises:
         PrivlabError: if a score contradicts that of the store.
     """
-    table = store.read([*_COMPARED, *_OF_IMAGES])
+    table = store.read([*_COMPARED, *OF_IMAGES])
     there = merge_records(part_frame(table.filter(pc.field("external").is_valid())))
     found = {(old["cell"], old["image_sha256"] or old["image"]): old for old in there.to_dict("records")}
     for row in rows:
