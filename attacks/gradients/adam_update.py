@@ -16,53 +16,38 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.solvers import (
-    EDGE_WIDTH,
     ONE_IMAGE,
-    Adam,
     FirstBlocks,
     Shown,
     Smoothness,
     Stage,
-    descend,
     expected_excess,
     expected_value,
     likelihood_of_shares,
     photograph_gradients,
-    row_disagreement,
+    search_by_signs,
     shown_by_round,
     signed_product,
     slot_gradients,
     too_many,
-    values_and_slopes,
     warn_of_limits,
     weighted_patches,
 )
 from privlab.base import AtLeast0, AtLeast1, Checked, NotNegative, PrivlabError, draw_for, full_precision
-from privlab.patches import patchify
 from privlab.release import Update, each_release
 from privlab.threat import Capability, Client, GradientDefense, Observation
 from privlab.victims import hash_of
 
 _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
 
-_RATE, _FASTER = 0.1, 2.0
-"""The first step of a normalised pixel, and how many times as far an entry of Δ goes, whose rows begin at signs."""
-
-_SECOND = 0.98
-"""The share of squared slopes that the search keeps from step to step: they fall by orders of magnitude in hundreds."""
-
 _EPSILON = 0.1  # ε of the image prior of the last search, in standard deviations of differences of adjacent pixels
-_EDGES = 0.002  # weight of the edges' energy, a mean over the pixels
 
 _KNOWN_ENOUGH = 1 / 3
 """The share of ∂ℓ/∂W with known magnitudes from which the embedding's two gradients alone are explained."""
-
-_BOX = 30.0  # weight of the mean squared distance of normalised pixels from those of black and white
 
 
 @dataclass(frozen=True)
@@ -186,11 +171,10 @@ class AdamUpdate(Checked):
     ) -> Float[Tensor, "n k"]:
         """Return the patches whose gradients have the signs of what is wanted, row by row."""
         # 1 − cos of rows, over X and Δ, by Adam from the X found.
-        search = _Search.of(first, wanted, photograph_gradients(seen.model, seen.photographs), self.prior * _EDGES)
         hashes = (hash_of(seen.model.state_dict()), hash_of(dict(update)))
         own = (*hashes, repr(client), repr(seen.photographs), repr(self))
-        best, _ = descend(Adam(_RATE, second=_SECOND), search.start(X)[None], search, self.steps, own)
-        return search.parts(best[0])[0]
+        covariance = photograph_gradients(seen.model, seen.photographs)
+        return search_by_signs(first, wanted, X, covariance, self.steps, own, self.prior)
 
     def _fit(self, seen: Observation, shown: Mapping[str, Shown], X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
         """Return the patches whose gradients have the known magnitudes, and keep to the bounds of the others."""
@@ -204,69 +188,3 @@ class AdamUpdate(Checked):
                 draw = partial(draw_for, 0, self.name, f"probes of {blocks} blocks")
                 X = stage.search(X, self.rounds, self.solver_steps, draw)
         return X[0]
-
-
-@dataclass(frozen=True, eq=False)
-class _Search:
-    """The objective of step 2, of points that hold the normalised patches X and Δ in units of its rows."""
-
-    first: FirstBlocks
-    wanted: Mapping[str, Float[Tensor, "_ _"]]
-    rows: Float[Tensor, "n 1"]
-    smooth: Smoothness
-    box: tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]
-    prior: float
-
-    @classmethod
-    def of(
-        cls,
-        first: FirstBlocks,
-        wanted: Mapping[str, Float[Tensor, "_ _"]],
-        covariance: Float[Tensor, "c c"],
-        prior: float,
-    ) -> "_Search":
-        """Return the objective for what is wanted of each matrix, in the number format of the model."""
-        model, like = first.model, first.model.mean
-        # The normalised values of black and white pixels bound X.
-        black, white = (
-            patchify(model.normalise(like.new_full((1, *model.image_shape), shade)), model.patch)[0]
-            for shade in (0.0, 1.0)
-        )
-        smooth = Smoothness(model.image_shape, covariance.to(like))
-        # Signs do not show how large a row of Δ is. The mean expected magnitude of the rows of ∂ℓ/∂E_pos stands for it.
-        rows = wanted[_PE].abs().mean(1, keepdim=True)
-        rows = rows / rows.mean()
-        return cls(
-            first, {name: each.to(like) for name, each in wanted.items()}, rows.to(like), smooth, (black, white), prior
-        )
-
-    def start(self, X: Float[Tensor, "n k"]) -> Float[Tensor, " q"]:
-        """Return the point of X within black and white, and of a Δ that is nothing but the signs of ∂ℓ/∂E_pos."""
-        # ∂ℓ/∂E_pos is ∂ℓ/∂z_0, which stands for Δ at the start; the rows of prefix tokens begin at zero. Division by
-        # _FASTER lets entries of Δ go that many times as far in each step of Adam.
-        X, signs = X.to(self.rows).clamp(*self.box), self.wanted[_PE].sign()
-        return torch.cat([X.flatten(), F.pad(signs, (0, 0, self.first.prefix, 0)).flatten() / _FASTER])
-
-    def parts(self, point: Float[Tensor, " q"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, "t d"]]:
-        """Return X and Δ of a point."""
-        # The inverse of `start`: N K numbers of X, then t D of Δ, whose rows are scaled.
-        X, delta = point.split([self.box[0].numel(), len(point) - self.box[0].numel()])
-        rows = F.pad(self.rows, (0, 0, self.first.prefix, 0), value=1.0)
-        return X.view_as(self.box[0]), _FASTER * delta.view(len(rows), -1) * rows
-
-    def __call__(
-        self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
-    ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
-        """Return the objective and its gradient at points."""
-        return values_and_slopes(self._value, points, numbers)
-
-    def _value(self, points: Float[Tensor, "1 q"], _: Int[Tensor, " 1"]) -> Float[Tensor, " 1"]:
-        X, delta = self.parts(points[0])
-        # ∂⟨Δ, z_L(X)⟩/∂θ of all matrices. Their rows are compared by 1 − cos, which needs no magnitude of a row.
-        made = self.first.gradients(X, delta, create_graph=True)
-        # Normalised pixels beyond black and white cost their mean squared distance. Edges
-        # cost Σ √(ε² + δᵀ Γ⁻¹ δ) a pixel.
-        outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
-        height, width = self.first.model.image_shape[1:]
-        edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)
-        return (row_disagreement(made, self.wanted) + self.prior * edges + _BOX * outside)[None]

@@ -20,6 +20,7 @@ from .embedding_inverse import invert_rows as invert_rows
 from .embedding_inverse import patch_statistics as patch_statistics
 from .first_blocks import FirstBlocks as FirstBlocks
 from .first_blocks import row_disagreement as row_disagreement
+from .first_blocks import search_by_signs as search_by_signs
 from .first_blocks import twice_derivable as twice_derivable
 from .linear import RTOL as RTOL
 from .linear import conjugate_gradients as conjugate_gradients

@@ -2,25 +2,38 @@
 
 Known are the released gradients of the matrices in the first L blocks; sought are the patches X and the one gradient
 Δ = ∂ℓ/∂z_L behind these blocks. An attack proposes X and Δ, computes the gradients that they give (`FirstBlocks`), and
-compares these with the released ones, for example row by row (`row_disagreement`).
+compares these with the released ones, for example row by row (`row_disagreement`). Where the signs of entries are
+known, and not their magnitudes, `search_by_signs` finds X and Δ.
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from privlab.attacks.solvers.descent import Adam, descend, values_and_slopes
 from privlab.attacks.solvers.masked_slots import slot_rows
+from privlab.attacks.solvers.prior import EDGE_WIDTH, Smoothness
 from privlab.base import gradients_enabled
-from privlab.patches import unpatchify
+from privlab.patches import patchify, unpatchify
 from privlab.victims import PREFIX_TOKENS, VictimModel
 
 _PE = "pos_embed"
+
+_RATE, _FASTER = 0.1, 2.0
+"""The first step of a normalised pixel, and how many times as far an entry of Δ goes, whose rows begin at signs."""
+
+_SECOND = 0.98
+"""The share of squared slopes that the search keeps from step to step: they fall by orders of magnitude in hundreds."""
+
+_EDGES = 0.002  # weight of the edges' energy, a mean over the pixels
+
+_BOX = 30.0  # weight of the mean squared distance of normalised pixels from those of black and white
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -102,6 +115,99 @@ def row_disagreement(
         (1 - F.cosine_similarity(each, wanted[name], dim=1, eps=0.0).nan_to_num()).mean() for name, each in made.items()
     ]
     return torch.stack(off).mean()
+
+
+def search_by_signs(
+    first: FirstBlocks,
+    wanted: Mapping[str, Float[Tensor, "_ _"]],
+    X: Float[Tensor, "n k"],
+    covariance: Float[Tensor, "c c"],
+    steps: int,
+    own: Sequence[str] = (),
+    prior: float = 1.0,
+) -> Float[Tensor, "n k"]:
+    """Return the patches for which the rows of the first blocks' gradients have the directions that are wanted.
+
+    The mean of 1 − cos (`row_disagreement`) is minimised over X and Δ by Adam, with the energy of X's edges.
+
+    Args:
+        first: the first blocks.
+        wanted: the signs of each matrix's entries, times their magnitudes where these are known.
+        X: normalised patches, where the search begins.
+        covariance: Γ of the image prior, of the differences of adjacent pixels.
+        steps: steps of Adam, at least 0.
+        own: what names the search's checkpoints.
+        prior: factor of the weight of the edges' energy.
+    """
+    search = _Search.of(first, wanted, covariance, prior * _EDGES)
+    best, _ = descend(Adam(_RATE, second=_SECOND), search.start(X)[None], search, steps, own)
+    return search.parts(best[0])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The objective of a search by signs, of points that hold the normalised patches X and Δ in units of its rows."""
+
+    first: FirstBlocks
+    wanted: Mapping[str, Float[Tensor, "_ _"]]
+    rows: Float[Tensor, "n 1"]
+    smooth: Smoothness
+    box: tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]
+    prior: float
+
+    @classmethod
+    def of(
+        cls,
+        first: FirstBlocks,
+        wanted: Mapping[str, Float[Tensor, "_ _"]],
+        covariance: Float[Tensor, "c c"],
+        prior: float,
+    ) -> "_Search":
+        """Return the objective for what is wanted of each matrix, in the number format of the model."""
+        model, like = first.model, first.model.mean
+        # The normalised values of black and white pixels bound X.
+        black, white = (
+            patchify(model.normalise(like.new_full((1, *model.image_shape), shade)), model.patch)[0]
+            for shade in (0.0, 1.0)
+        )
+        smooth = Smoothness(model.image_shape, covariance.to(like))
+        # Signs do not show how large a row of Δ is. The mean expected magnitude of the rows of ∂ℓ/∂E_pos stands for it.
+        rows = wanted[_PE].abs().mean(1, keepdim=True)
+        rows = rows / rows.mean()
+        return cls(
+            first, {name: each.to(like) for name, each in wanted.items()}, rows.to(like), smooth, (black, white), prior
+        )
+
+    def start(self, X: Float[Tensor, "n k"]) -> Float[Tensor, " q"]:
+        """Return the point of X within black and white, and of a Δ that is nothing but the signs of ∂ℓ/∂E_pos."""
+        # ∂ℓ/∂E_pos is ∂ℓ/∂z_0, which stands for Δ at the start; the rows of prefix tokens begin at zero. Division by
+        # _FASTER lets entries of Δ go that many times as far in each step of Adam.
+        X, signs = X.to(self.rows).clamp(*self.box), self.wanted[_PE].sign()
+        return torch.cat([X.flatten(), F.pad(signs, (0, 0, self.first.prefix, 0)).flatten() / _FASTER])
+
+    def parts(self, point: Float[Tensor, " q"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, "t d"]]:
+        """Return X and Δ of a point."""
+        # The inverse of `start`: N K numbers of X, then t D of Δ, whose rows are scaled.
+        X, delta = point.split([self.box[0].numel(), len(point) - self.box[0].numel()])
+        rows = F.pad(self.rows, (0, 0, self.first.prefix, 0), value=1.0)
+        return X.view_as(self.box[0]), _FASTER * delta.view(len(rows), -1) * rows
+
+    def __call__(
+        self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
+    ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
+        """Return the objective and its gradient at points."""
+        return values_and_slopes(self._value, points, numbers)
+
+    def _value(self, points: Float[Tensor, "1 q"], _: Int[Tensor, " 1"]) -> Float[Tensor, " 1"]:
+        X, delta = self.parts(points[0])
+        # ∂⟨Δ, z_L(X)⟩/∂θ of all matrices. Their rows are compared by 1 − cos, which needs no magnitude of a row.
+        made = self.first.gradients(X, delta, create_graph=True)
+        # Normalised pixels beyond black and white cost their mean squared distance. Edges
+        # cost Σ √(ε² + δᵀ Γ⁻¹ δ) a pixel.
+        outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
+        height, width = self.first.model.image_shape[1:]
+        edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)
+        return (row_disagreement(made, self.wanted) + self.prior * edges + _BOX * outside)[None]
 
 
 def twice_derivable(model: Network) -> Network:

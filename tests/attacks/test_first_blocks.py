@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privlab.attacks.solvers import FirstBlocks, row_disagreement, twice_derivable
+from privlab.attacks.solvers import (
+    FirstBlocks,
+    photograph_gradients,
+    row_disagreement,
+    search_by_signs,
+    twice_derivable,
+)
 from privlab.patches import patchify
 from privlab.release import observe
 from privlab.victims import VictimModel
@@ -68,3 +74,16 @@ def test_rows_disagree_by_their_cosines_whatever_their_scale() -> None:
     assert float(row_disagreement({"a": a}, {"a": b})) == pytest.approx(mean)
     # Each matrix counts alike, however many rows it has.
     assert float(row_disagreement({"a": a, "b": a[:1]}, {"a": b, "b": a[:1]})) == pytest.approx(mean / 2)
+
+
+def test_a_search_by_signs_begins_within_black_and_white_and_agrees_more(tiny_model: Model, crops: Tensor) -> None:
+    model, image = tiny_model(), crops[:1].double()
+    seen = observe(model, image, torch.tensor([3]), [name for name, _ in model.vit.named_parameters()])
+    first = FirstBlocks.of(model, 1, seen.gradients)
+    wanted = {name: first.matrix(name, seen.gradients[name][0]).sign() for name in first.names}
+    X, covariance = patchify(model.normalise(image), model.patch)[0], photograph_gradients(model)
+    black, white = (patchify(model.normalise(torch.full_like(image, end)), model.patch)[0] for end in (0.0, 1.0))
+    torch.testing.assert_close(search_by_signs(first, wanted, 9 * X, covariance, 0), (9 * X).clamp(black, white))
+    poor = (X + torch.randn(X.shape, generator=torch.Generator().manual_seed(0), dtype=X.dtype)).clamp(black, white)
+    found = search_by_signs(first, wanted, poor, covariance, 60)
+    assert float((found - X).square().mean()) < 0.7 * float((poor - X).square().mean())
