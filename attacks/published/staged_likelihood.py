@@ -2,7 +2,7 @@
 
 # Known are the model, what the gradients of its parameters became under a defense, and what is known of each entry's
 # error. Sought are the normalised patches X, and with them Δ = ∂ℓ/∂z_L behind the first L blocks.
-# 1. A closed form or a trained decoder gives the first X.
+# 1. A closed form or a trained decoder gives the first X; where signs alone are known, a search by signs goes on.
 # 2. For L = 1, 2, 4, … up to the depth, a `Stage` takes the gradients of all parameters before block L, which are
 # ∂⟨Δ, z_L(X)⟩/∂θ, and finds the first Δ by least squares.
 # 3. Damped Gauss-Newton steps move X and Δ. X goes on to the next stage, Δ does not.
@@ -19,18 +19,21 @@ from torch import Tensor
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
 from privlab.attacks.published.learning_to_invert import LearningToInvert
 from privlab.attacks.solvers import (
+    FirstBlocks,
     Likelihood,
     Smoothness,
     Stage,
     hides_places,
     photograph_gradients,
+    search_by_signs,
 )
 from privlab.base import AtLeast0, AtLeast1, Checked, Positive, draw_for, full_precision
 from privlab.patches import patchify
 from privlab.release import released_parameters
 from privlab.threat import Capability, Observation, check_capabilities
-from privlab.victims import VictimModel
+from privlab.victims import VictimModel, hash_of
 
+_SIGN_BLOCKS, _SIGN_STEPS = 2, 400  # the blocks whose signs a first search reads, and its steps
 _MOST_ENTRIES = 2**24  # the most entries of gradients that are held at once
 STARTS = {kind.name: kind for kind in (PatchGradientAdaptive, LearningToInvert)}  # what a search may start from
 
@@ -50,14 +53,17 @@ class StagedLikelihood(Checked):
     defense states, or the interval in which a missing one lies; clipping is a scale of Δ. See `Stage` for the
     objective, which damped Gauss-Newton steps reduce.
 
+    Signs are searched for first by the directions of rows (`search_by_signs`), as in `adam-update`. Then each entry
+    shall have its sign, and 0.6 of the root mean square of its row, for all stages but the last.
+
     No label is needed.
 
     Exact if: no condition is known: it is a search without a guarantee, and stops after a fixed number of steps.
 
-    Fails if: its start is far from the image, as behind signs or where a tenth of the entries is kept: this leaves it
-    far below what the release determines. It was measured on `cifar_vit` alone.
+    Fails if: its start is too far from the image, or its steps too few: behind signs and where a tenth of the entries
+    is kept it ends far below what the release determines. It was measured on `cifar_vit` alone.
 
-    Cost: 40 to 60 s an image on one core (`cifar_vit`, 32 pixels).
+    Cost: 70 to 150 s an image on one core (`cifar_vit`, 32 pixels).
 
     Studies: gradients
 
@@ -77,7 +83,7 @@ class StagedLikelihood(Checked):
     order: ClassVar[int] = 170
     short: ClassVar[Mapping[str, Any]] = {"rounds": 1, "last_rounds": 1, "steps": 2}
     knows: ClassVar[frozenset[str]] = frozenset(
-        {"gradient-noise", "gradient-pruning", "gradient-quantisation", "binary-weights"}
+        {"gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign", "binary-weights"}
     )
     undefended: ClassVar[str] = "patch-gradient"
     requires: ClassVar[frozenset[Capability]] = PatchGradientAdaptive.requires | {Capability.BATCH_SIZE_ONE}
@@ -86,9 +92,9 @@ class StagedLikelihood(Checked):
     parameters: ClassVar[tuple[str, ...]] = ("*",)
 
     start: Annotated[str, STARTS] = "patch-gradient-adaptive"
-    rounds: AtLeast0 = 6
+    rounds: AtLeast0 = 24
     last_rounds: AtLeast0 = 12
-    steps: AtLeast1 = 40
+    steps: AtLeast1 = 50
     epsilon: Positive = 0.1
     seed: int = 0
 
@@ -123,7 +129,11 @@ class StagedLikelihood(Checked):
     ) -> Float[Tensor, "b n k"]:
         """Return normalised patches, from stage to stage."""
         depth = len(model.vit.blocks)
-        for blocks in _stages(depth):
+        stages = _stages(depth)
+        if likelihood.signs:
+            X = self._by_signs(model, X, likelihood, prior)
+            stages = stages[:-1]
+        for blocks in stages:
             # The gradients of few blocks are nearly linear in X and Δ, and forgive a poor start.
             # More blocks add equations and no unknown.
             stage = Stage.of(model, blocks, likelihood, prior, self.epsilon)
@@ -132,6 +142,17 @@ class StagedLikelihood(Checked):
             draw = partial(draw_for, self.seed, self.name, f"probes of {blocks} blocks")
             X = stage.search(X, self.last_rounds if blocks == depth else self.rounds, self.steps, draw)
         return X
+
+    def _by_signs(
+        self, model: VictimModel, X: Float[Tensor, "b n k"], likelihood: Likelihood, prior: Smoothness
+    ) -> Float[Tensor, "b n k"]:
+        """Return the patches for which the rows of the first blocks' gradients have the directions of their signs."""
+        first, found = FirstBlocks.of(model, _SIGN_BLOCKS, likelihood.released), []
+        for number, start in enumerate(X):
+            wanted = {name: first.matrix(name, likelihood.released[name][number]) for name in first.names}
+            own = (hash_of(model.state_dict()), hash_of(wanted), repr(self))
+            found.append(search_by_signs(first, wanted, start, prior.covariance, _SIGN_STEPS, own))
+        return torch.stack(found)
 
 
 def _stages(depth: int) -> list[int]:

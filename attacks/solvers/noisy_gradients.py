@@ -14,6 +14,7 @@ from torch import Tensor
 from privlab.attacks.solvers.linear import RTOL
 from privlab.threat import Observation, Stack, defense_declarations
 
+_GUESSED = 0.999  # the least bound of a guess, relative to the greatest entry that was released of a parameter
 _LEAST_VARIANCE_RATIO = 1e-4  # the least error variance of one of the two gradients, relative to that of the other
 
 
@@ -123,6 +124,12 @@ class Likelihood:
         variance = stack.variance(released)
         # As in `NoisyGradients`: an entry that is uniform on ±edge has the variance edge² / 3.
         edge = {name: torch.where(g == 0, (3 * variance[name]).sqrt(), 0) for name, g in released.items()}
+        # A bound as wide as the greatest entry that was released of a parameter is a guess, and entries that are
+        # missing at random may be beyond it: they are not bounded.
+        for name, g in released.items():
+            greatest = g.flatten(1).abs().amax(1).view(-1, *[1] * (g.ndim - 1))
+            guessed = (greatest > 0) & (edge[name] >= _GUESSED * greatest)
+            edge[name] = edge[name].masked_fill(guessed, torch.inf)
         sizes = torch.stack([g.flatten(1).square().sum(1) for g in released.values()]).sum(0)
         count = sum(g[0].numel() for g in released.values())
         least = RTOL**2 * sizes / count
@@ -132,6 +139,11 @@ class Likelihood:
         variance = {name: torch.where(edge[name] > 0, 0, v).maximum(floors[name]) for name, v in variance.items()}
         expected = (defense_declarations(part).expected for part in stack.on_gradients)
         return cls(released, variance, edge, tuple(each for each in expected if each is not None))
+
+    @property
+    def signs(self) -> bool:
+        """Return whether of each entry its sign alone was released."""
+        return all(bool((g == g.sign()).all()) for g in self.released.values())
 
     def take(self, rows: Int[Tensor, " s"]) -> "Likelihood":
         """Return that of some of the releases."""

@@ -7,10 +7,12 @@ Sought are the normalised patches X, and with them Δ = ∂ℓ/∂z_L behind the
    in Δ, so that `Stage.start` finds the first Δ by least squares.
 2. Damped Gauss-Newton steps move X and Δ (`Stage.step`): `_direction` solves for the step by conjugate gradients, and
    of four lengths the one of least objective is taken.
+3. Where signs alone were released, each entry shall have its sign, and at least a share of the size of its row of the
+   gradients. Each step takes the sizes of rows from where it begins (`Stage._scaled`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -43,6 +45,13 @@ _LATER = ("blocks.", "norm.", "fc_norm.", "attn_pool.", "head")
 _PROBES = 8  # random vectors by which the curvature is estimated
 _AGAIN = 15  # steps of conjugate gradients for a Δ that does not move with X
 _LENGTHS = (1.0, 0.5, 0.2, 0.0)  # the shares of a step that are tried
+
+_MARGIN = 0.6
+"""The least magnitude of an entry whose sign alone is known, in root mean squares of its row; 0.1 to 1 were tried."""
+
+_MEAN_SIZE = 0.8  # the mean magnitude of a normal entry, in its standard deviations
+_SCALINGS = 5  # how often the sizes of rows are taken anew for a first Δ
+_LEAST_SIZE = 1e-3  # the least size of a row, relative to the root mean square of all entries
 
 _LOWERED, _RAISED, _FIRST_DAMPING, _LEAST_DAMPING = 0.25, 6.0, 1e-2, 1e-9
 """The factors of the damping after a step that was taken whole and after none, and its first and least value."""
@@ -85,6 +94,8 @@ class Stage:
     over X and Δ. r is the distance of an entry of the gradients from what was released of it, v the variance of its
     error, and T the mean of r²/v where a step begins, so that the priors weigh as much as the misfit lets them: under
     noise T comes to 1, and to 0 if all released entries are exact.
+
+    If `signs` is true, what was released of each entry is its sign.
     """
 
     tokens: _Tokens
@@ -97,6 +108,7 @@ class Stage:
     jointly: bool
     prior: Smoothness
     epsilon: float
+    signs: bool = False
 
     @classmethod
     def of(cls, model: VictimModel, blocks: int, likelihood: Likelihood, prior: Smoothness, epsilon: float) -> "Stage":
@@ -142,6 +154,7 @@ class Stage:
             jointly=bool(heard.float().mean() > 0.5),
             prior=prior,
             epsilon=epsilon,
+            signs=likelihood.signs,
         )
 
     def start(self, X: Float[Tensor, "b n k"], steps: int) -> Point:
@@ -175,10 +188,12 @@ class Stage:
             steps: steps of conjugate gradients, at least 1.
             draw: of the probes of the curvature.
         """
-        # T stays as it was at the start of the step, so that the tried lengths are compared by one objective.
-        δX, δΔ, T = self._direction(at, steps, draw)
+        # T and the sizes of rows stay as they were at the start of the step, so that the tried lengths are compared by
+        # one objective.
+        here = self._scaled(at) if self.signs else self
+        δX, δΔ, T = here._direction(at, steps, draw)
         tried = [(at.X + share * δX, at.Δ + share * δΔ) for share in _LENGTHS]
-        values = torch.stack([self._objective(*each, T) for each in tried])
+        values = torch.stack([here._objective(*each, T) for each in tried])
         best, rows = values.nan_to_num(torch.inf).argmin(0), torch.arange(len(at.X), device=at.X.device)
         # `best` holds the number of a length for each image. Length 0 is among them, so that no tried step
         # raises the objective.
@@ -234,8 +249,34 @@ class Stage:
         found = _apart(conjugate_gradients(product, -slope, steps, precondition), moved)
         return found[0], found[1] if self.jointly else torch.zeros_like(Δ), T
 
+    def _scaled(self, at: Point) -> "Stage":
+        """Return the stage in which each entry has its sign, and at least a share of the size of its row at a point."""
+        sizes = self._sizes(at.X, at.Δ)
+        known = self.released != 0
+        edge = torch.where(known, -1.0, torch.inf)
+        return replace(self, released=_MARGIN * sizes * self.released, weight=known / sizes, edge=edge)
+
+    def _sizes(self, X: Float[Tensor, "b n k"], Δ: Float[Tensor, "b t d"]) -> Flat:
+        """Return for each entry of the gradients the root mean square of its row, which signs do not show."""
+        made = self._gradients(X, Δ)
+        parts = made.split([parameter.numel() for parameter in self.parameters.values()], 1)
+        rows = [part.view(len(part), _rows(own), -1) for part, own in zip(parts, self.parameters.values(), strict=True)]
+        sizes = [part.square().mean(2, keepdim=True).sqrt().expand_as(part).flatten(1) for part in rows]
+        return torch.cat(sizes, 1).maximum(_LEAST_SIZE * made.square().mean(1, keepdim=True).sqrt())
+
     def _explain(self, X: Float[Tensor, "b n k"], steps: int) -> Float[Tensor, "b t d"]:
         """Return the Δ that explains exact entries best, with ‖Δ‖² added; the gradients are linear in it."""
+        if not self.signs:
+            return self._fitted(X, steps)
+        # A normal entry is 0.8 standard deviations in magnitude on average. All rows are of one size at first.
+        sizes = torch.ones_like(self.released)
+        for _ in range(_SCALINGS):
+            normal = replace(self, released=_MEAN_SIZE * sizes * self.released, weight=self.released.abs() / sizes)
+            Δ = normal._fitted(X, steps)
+            sizes = self._sizes(X, Δ)
+        return Δ
+
+    def _fitted(self, X: Float[Tensor, "b n k"], steps: int) -> Float[Tensor, "b t d"]:
         zero = X.new_zeros(*self.heard.shape[:2], self.tokens.model.vit.embed_dim)
 
         # Given X the gradients are linear in Δ: M Δ, with the weights in M. A missing entry has no number to explain.
@@ -304,6 +345,13 @@ class _Gram:
         added = (damping + 1e-3) * self.mean + more
         inside = λ[:, :, None] * κ[:, None] / self.mean[:, None, None] + added[:, None, None]
         return U @ ((U.mT @ R @ V) / inside) @ V.mT
+
+
+def _rows(parameter: Tensor) -> int:
+    """Return the number of rows of a parameter: those of a matrix, or the tokens of position embeddings."""
+    if parameter.ndim == 1:
+        return 1
+    return len(parameter) if len(parameter) > 1 else parameter.shape[:-1].numel()
 
 
 def _mean_square(G: Flat, exact: Bool[Tensor, "b e"]) -> Float[Tensor, "b 1"]:
