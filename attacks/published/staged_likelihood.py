@@ -88,6 +88,7 @@ class StagedLikelihood(Checked):
     undefended: ClassVar[str] = "patch-gradient"
     requires: ClassVar[frozenset[Capability]] = PatchGradientAdaptive.requires | {Capability.BATCH_SIZE_ONE}
     effort: ClassVar[str] = "full"
+    search: ClassVar[bool] = True
     named_only: ClassVar[bool] = True
     parameters: ClassVar[tuple[str, ...]] = ("*",)
 

@@ -262,7 +262,8 @@ class Stage:
         parts = made.split([parameter.numel() for parameter in self.parameters.values()], 1)
         rows = [part.view(len(part), _rows(own), -1) for part, own in zip(parts, self.parameters.values(), strict=True)]
         sizes = [part.square().mean(2, keepdim=True).sqrt().expand_as(part).flatten(1) for part in rows]
-        return torch.cat(sizes, 1).maximum(_LEAST_SIZE * made.square().mean(1, keepdim=True).sqrt())
+        least = _LEAST_SIZE * made.square().mean(1, keepdim=True).sqrt()
+        return torch.cat(sizes, 1).maximum(least.clamp_min(torch.finfo(made.dtype).tiny))
 
     def _explain(self, X: Float[Tensor, "b n k"], steps: int) -> Float[Tensor, "b t d"]:
         """Return the Δ that explains exact entries best, with ‖Δ‖² added; the gradients are linear in it."""

@@ -48,7 +48,8 @@ class Drawn:
 
 
 FIGURES = (
-    Drawn("adam", "side", ("PSNR, mean and 95 % interval",), labels=3),
+    Drawn("aims", "release", ("before", "now", "aim")),
+    Drawn("adam", "side | rate", ("PSNR, mean and 95 % interval",), labels=3),
     Drawn("architectures", "model", ("`patch-gradient`", "`token-separation`", "`least-squares`")),
     Drawn("baselines", "client", ("PSNR, mean",), labels=2, ends=("lowest", "highest")),
     Drawn("benchmark", "entry", ("dB",), axis="score, PSNR in dB"),

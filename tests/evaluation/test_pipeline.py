@@ -288,9 +288,8 @@ def test_public_images_are_not_gathered_for_each_private_one(tmp_path: Path) -> 
     counts = []
     for private in (2, 6):
         with Gathered(13, 3, 32, 32) as gathered:
-            attack(
-                "vit_ti", "a", attack="patch-gradient", images=tmp_path, limit=private, public_limit=13, batch_size=6
-            )
+            given = {"images": tmp_path, "limit": private, "public_limit": 13, "batch_size": 6}
+            attack("vit_ti", "a", attack="patch-gradient", gamma=None, **given)
         counts.append(gathered.count)
     assert counts[0] == counts[1] > 0
 
