@@ -26,10 +26,10 @@ def bins(
     mlp: Any = model.vit.blocks[0].mlp
     m = len(mlp.fc1.bias) if neurons is None else neurons
     # Every row is the measurement h of the paper, and the biases are −ψ⁻¹(i / m): quantiles of h·u.
-    direction = torch.randn(mlp.fc1.weight.shape[1], generator=Generator().manual_seed(1))
+    direction = torch.randn(mlp.fc1.weight.shape[1], generator=Generator().manual_seed(1)).to(mlp.fc1.weight)
     levels = (mlp_inputs(model, images)[:, 1:] @ direction).flatten()
     mlp.fc1.weight[:m] = steep * direction
-    mlp.fc1.bias[:m] = -steep * levels.quantile(torch.linspace(0, 1, m))
+    mlp.fc1.bias[:m] = -steep * levels.quantile(torch.linspace(0, 1, m).to(levels))
     # Equal columns give all neurons the same gradient from above, so that differences cancel.
     mlp.fc2.weight[:, :m] = mlp.fc2.weight[:, :1] / steep
 

@@ -35,11 +35,11 @@ def pairs(model: VictimModel, images: Float[Tensor, "b c h w"], noise: float = 0
     """
     mlp: Any = model.vit.blocks[0].mlp
     draw = Generator().manual_seed(1)
-    directions = torch.randn(len(mlp.fc1.bias) // 2, mlp.fc1.weight.shape[1], generator=draw)
+    directions = torch.randn(len(mlp.fc1.bias) // 2, mlp.fc1.weight.shape[1], generator=draw).to(mlp.fc1.weight)
     levels = mlp_inputs(model, images)[:, 1:].flatten(0, 1) @ directions.mT
-    at = torch.rand(len(directions), generator=draw) * 0.98
+    at = (torch.rand(len(directions), generator=draw) * 0.98).to(levels)
     edges = [torch.stack([each.quantile(q) for each, q in zip(levels.T, at + d, strict=True)]) for d in (0, 0.01)]
-    others = directions + noise * torch.randn(directions.shape, generator=draw)
+    others = directions + noise * torch.randn(directions.shape, generator=draw).to(directions)
     mlp.fc1.weight.copy_(steep * torch.stack([directions, others], 1).flatten(0, 1))
     mlp.fc1.bias.copy_(-steep * torch.stack(edges, 1).flatten())
     mlp.fc2.weight.copy_(mlp.fc2.weight[:, ::2].repeat_interleave(2, 1) / steep)

@@ -18,7 +18,7 @@ def traps(model: VictimModel, images: Float[Tensor, "b c h w"]) -> None:
     The model is changed; the images are public ones.
     """
     mlp: Any = model.vit.blocks[0].mlp
-    rows = STEEP * torch.randn(mlp.fc1.weight.shape, generator=Generator().manual_seed(1))
+    rows = STEEP * torch.randn(mlp.fc1.weight.shape, generator=Generator().manual_seed(1)).to(mlp.fc1.weight)
     mlp.fc1.weight.copy_(rows)
     mlp.fc1.bias.copy_(-(mlp_inputs(model, images).flatten(0, 1) @ rows.mT).quantile(0.99, dim=0))
     mlp.fc2.weight.div_(STEEP)

@@ -149,9 +149,10 @@ class StagedLikelihood(Checked):
     ) -> Float[Tensor, "b n k"]:
         """Return the patches for which the rows of the first blocks' gradients have the directions of their signs."""
         first, found = FirstBlocks.of(model, _SIGN_BLOCKS, likelihood.released), []
+        victim = hash_of(model.state_dict())
         for number, start in enumerate(X):
             wanted = {name: first.matrix(name, likelihood.released[name][number]) for name in first.names}
-            own = (hash_of(model.state_dict()), hash_of(wanted), repr(self))
+            own = (victim, hash_of(wanted), repr(self))
             found.append(search_by_signs(first, wanted, start, prior.covariance, _SIGN_STEPS, own))
         return torch.stack(found)
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from privlab.attacks.solvers.first_blocks import as_rows
 from privlab.attacks.solvers.linear import RTOL
 from privlab.attacks.solvers.noisy_gradients import Likelihood
 from privlab.attacks.solvers.prior import EDGE_WIDTH, Smoothness, photograph_gradients
@@ -103,9 +104,9 @@ def shown_by_round(model: VictimModel, client: Client, update: Update) -> dict[s
     moved, rounded = {}, {}
     for name, M in without_decay(model, update, 1 - client.kept_share).items():
         before = model.vit.get_parameter(name).detach()
-        moved[name] = _rows(name, M)
+        moved[name] = as_rows(name, M)
         deviation = rounding_deviation(before, update[name], client)
-        rounded[name] = twice * _rows(name, deviation)
+        rounded[name] = twice * as_rows(name, deviation)
     # An entry beyond the largest possible step, with six deviations of rounding, contradicts the assumed optimiser.
     full, most = client.rates[0], largest_step(client)
     for name, M in moved.items():
@@ -132,11 +133,6 @@ def shown_by_round(model: VictimModel, client: Client, update: Update) -> dict[s
         )
         for name, M in moved.items()
     }
-
-
-def _rows(name: str, of: Float[Tensor, "..."]) -> Float[Tensor, "r c"]:
-    """Return a parameter, or what is given for each entry, as rows."""
-    return of[0] if name == "pos_embed" else of.flatten(1) if of.ndim > 1 else of[None]
 
 
 def largest_step(client: Client) -> float:

@@ -3,7 +3,7 @@
 Known are the released gradients of the matrices in the first L blocks; sought are the patches X and the one gradient
 Δ = ∂ℓ/∂z_L behind these blocks. An attack proposes X and Δ, computes the gradients that they give (`FirstBlocks`), and
 compares these with the released ones, for example row by row (`row_disagreement`). Where the signs of entries are
-known, and not their magnitudes, `search_by_signs` finds X and Δ.
+known, and not their magnitudes, `search_by_signs` finds X.
 """
 
 import copy
@@ -101,6 +101,14 @@ class FirstBlocks:
             own = [model.vit.get_parameter(name) for name in self.names]
             parts = torch.autograd.grad((z * delta).sum(), own, create_graph=create_graph)
         return {name: self.matrix(name, part) for name, part in zip(self.names, parts, strict=True)}
+
+
+def as_rows(name: str, of: Float[Tensor, "..."]) -> Float[Tensor, "r c"]:
+    """Return a parameter, or what is given for each entry, as rows: tokens of position embeddings, outputs of matrices.
+
+    A vector is one row.
+    """
+    return of[0] if name == _PE else of.flatten(1) if of.ndim > 1 else of[None]
 
 
 def row_disagreement(

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from privlab.attacks.solvers.first_blocks import twice_derivable
+from privlab.attacks.solvers.first_blocks import as_rows, twice_derivable
 from privlab.attacks.solvers.linear import conjugate_gradients, linearised
 from privlab.attacks.solvers.noisy_gradients import Likelihood, distance
 from privlab.attacks.solvers.prior import Smoothness
@@ -50,7 +50,7 @@ _MARGIN = 0.6
 """The least magnitude of an entry whose sign alone is known, in root mean squares of its row; 0.1 to 1 were tried."""
 
 _MEAN_SIZE = 0.8  # the mean magnitude of a normal entry, in its standard deviations
-_SCALINGS = 5  # how often the sizes of rows are taken anew for a first Δ
+_REFITS = 4  # how many times the first Δ is fitted again, with the sizes of rows that the last fit gave
 _LEAST_SIZE = 1e-3  # the least size of a row, relative to the root mean square of all entries
 
 _LOWERED, _RAISED, _FIRST_DAMPING, _LEAST_DAMPING = 0.25, 6.0, 1e-2, 1e-9
@@ -259,8 +259,9 @@ class Stage:
     def _sizes(self, X: Float[Tensor, "b n k"], Δ: Float[Tensor, "b t d"]) -> Flat:
         """Return for each entry of the gradients the root mean square of its row, which signs do not show."""
         made = self._gradients(X, Δ)
-        parts = made.split([parameter.numel() for parameter in self.parameters.values()], 1)
-        rows = [part.view(len(part), _rows(own), -1) for part, own in zip(parts, self.parameters.values(), strict=True)]
+        own = {name.removeprefix("model.vit."): each for name, each in self.parameters.items()}
+        parts = zip(own.items(), made.split([each.numel() for each in own.values()], 1), strict=True)
+        rows = [part.unflatten(1, as_rows(name, each).shape) for (name, each), part in parts]
         sizes = [part.square().mean(2, keepdim=True).sqrt().expand_as(part).flatten(1) for part in rows]
         least = _LEAST_SIZE * made.square().mean(1, keepdim=True).sqrt()
         return torch.cat(sizes, 1).maximum(least.clamp_min(torch.finfo(made.dtype).tiny))
@@ -269,12 +270,16 @@ class Stage:
         """Return the Δ that explains exact entries best, with ‖Δ‖² added; the gradients are linear in it."""
         if not self.signs:
             return self._fitted(X, steps)
-        # A normal entry is 0.8 standard deviations in magnitude on average. All rows are of one size at first.
-        sizes = torch.ones_like(self.released)
-        for _ in range(_SCALINGS):
-            normal = replace(self, released=_MEAN_SIZE * sizes * self.released, weight=self.released.abs() / sizes)
-            Δ = normal._fitted(X, steps)
-            sizes = self._sizes(X, Δ)
+
+        # The mean magnitude of a normal variable is 0.8 of its standard deviation.
+        def fit(sizes: Flat) -> Tensor:
+            wanted, weight = _MEAN_SIZE * sizes * self.released, self.released.abs() / sizes
+            return replace(self, released=wanted, weight=weight)._fitted(X, steps)
+
+        # The first fit takes one size for all rows, and each later one the sizes that the last fit gave.
+        Δ = fit(torch.ones_like(self.released))
+        for _ in range(_REFITS):
+            Δ = fit(self._sizes(X, Δ))
         return Δ
 
     def _fitted(self, X: Float[Tensor, "b n k"], steps: int) -> Float[Tensor, "b t d"]:
@@ -346,13 +351,6 @@ class _Gram:
         added = (damping + 1e-3) * self.mean + more
         inside = λ[:, :, None] * κ[:, None] / self.mean[:, None, None] + added[:, None, None]
         return U @ ((U.mT @ R @ V) / inside) @ V.mT
-
-
-def _rows(parameter: Tensor) -> int:
-    """Return the number of rows of a parameter: those of a matrix, or the tokens of position embeddings."""
-    if parameter.ndim == 1:
-        return 1
-    return len(parameter) if len(parameter) > 1 else parameter.shape[:-1].numel()
 
 
 def _mean_square(G: Flat, exact: Bool[Tensor, "b e"]) -> Float[Tensor, "b 1"]:
