@@ -1,51 +1,32 @@
-"""Small files that stand for much, of each kind: reading one takes at most 4 GiB and 30 seconds."""
+"""Small images, volumes and tars that stand for much: reading one takes at most 4 GiB and 30 seconds."""
 
 import gzip
 import io
-import pickle
+import runpy
 import struct
 import sys
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 
 from privlab.base import PrivlabError
-from privlab.benchmark.cards import read_card
-from privlab.benchmark.results import read_result
-from privlab.grids import read_experiment
-from privlab.images import open_images
 from privlab.images.archives import tars
 from privlab.images.decode import Slice, count_slices, read_image
-from privlab.images.manifest import read_labels, read_manifest
-from privlab.keys import load_key
-from privlab.release.gradient_file import read_gradient_file
 from privlab.stores import places_of
-from privlab.victims.weights import read_state
+
+bombs = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("bombs.py"))))
+BOMBS, LARGEST, bomb, images_of, npy_header = bombs.BOMBS, bombs.LARGEST, bombs.bomb, bombs.images_of, bombs.npy_header
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="measures a copy of this process"),
 ]
-
-SECONDS, MEBIBYTES, LARGEST = 30.0, 4096, 10_000_000
-"""The most that reading one file may take, in seconds of a core and in memory, and the largest file in bytes."""
-
-NESTED = 9 * 2**20 // 2
-"""Half as many brackets as a file of 9 MiB has."""
-
-
-def images_of(path: Path) -> object:
-    """Read the first images of a source as `privlab attack --limit 8` does."""
-    return [image.problem for image in open_images(str(path), limit=8)]
 
 
 def image(path: Path) -> None:
@@ -60,19 +41,6 @@ def image(path: Path) -> None:
             raise PrivlabError(problem)
 
 
-Bomb = tuple[str, Callable[[Path], object], Callable[[Path], object]]
-BOMBS: dict[str, Bomb] = {}
-"""By its description: the name of the file, what writes it, and what reads it."""
-
-
-def bomb(description: str, name: str, read: Callable[[Path], object]) -> Callable[[Any], Any]:
-    def add(write: Callable[[Path], object]) -> Callable[[Path], object]:
-        BOMBS[description] = (name, write, read)
-        return write
-
-    return add
-
-
 def zeros(path: Path, gibibytes: float = 1.25, start: bytes = b"", end: bytes = b"") -> None:
     """Write bytes, then as many zeros, then bytes, packed as tightly as gzip does."""
     with gzip.open(path, "wb", 6) as file:
@@ -80,307 +48,6 @@ def zeros(path: Path, gibibytes: float = 1.25, start: bytes = b"", end: bytes = 
         for _ in range(int(gibibytes * 64)):
             file.write(bytes(2**24))
         file.write(end)
-
-
-# Tables
-
-
-@bomb("Parquet: a value of 64 MiB, repeated", "a.parquet", images_of)
-def _(path: Path) -> None:
-    indices = pa.array(np.zeros(2**17, np.int32))
-    column = pa.DictionaryArray.from_arrays(indices, pa.array([b"x" * 2**26]))
-    pq.write_table(pa.table({"image": column}), path, compression="zstd", store_schema=False)
-
-
-@bomb("Parquet: two million labels of one row", "a.parquet", images_of)
-def _(path: Path) -> None:
-    labels = pa.ListArray.from_arrays(pa.array([0, 2**21], pa.int32()), pa.array(np.zeros(2**21, np.int64)))
-    pq.write_table(pa.table({"image": [b"x"], "label": labels}), path)
-
-
-@bomb("Parquet: two million labels that are long texts", "a.parquet", images_of)
-def _(path: Path) -> None:
-    labels = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**21, np.int32)), pa.array(["x" * 2**16]))
-    table = pa.table({"image": pa.array([b"x"] * 2**21), "label": labels})
-    pq.write_table(table, path, compression="zstd", store_schema=False)
-
-
-@bomb("Parquet: thirty thousand columns", "a.parquet", images_of)
-def _(path: Path) -> None:
-    pq.write_table(pa.table({"image": [b"x"], **{f"c{i}": [1] for i in range(30_000)}}), path, compression="zstd")
-
-
-@bomb("Parquet: pages that hold more than the metadata state", "a.parquet", images_of)
-def _(path: Path) -> None:
-    pq.write_table(
-        pa.table({"image": [bytes(2**28)] * 4}), path, compression="zstd", compression_level=1, use_dictionary=False
-    )
-    data = path.read_bytes()
-    # The footer is Thrift, whose numbers are zigzag varints: the size of the column before it was packed.
-    stated = pq.ParquetFile(path).metadata.row_group(0).total_byte_size
-    path.write_bytes(data.replace(varint(stated), varint(1000)))
-
-
-def varint(number: int) -> bytes:
-    """Return a number as Thrift's compact protocol has it, padded to five bytes."""
-    value, found = 2 * number, bytearray()
-    for _ in range(4):
-        found.append(value & 127 | 128)
-        value >>= 7
-    return bytes(found) + bytes([value])
-
-
-@bomb("CSV: one line of 9 MB", "a.csv", read_manifest)
-def _(path: Path) -> None:
-    path.write_text("name,sha256,label\na.png," + "0" * 64 + "," + "1;" * 4_700_000)
-
-
-@bomb("CSV: a cell of 9 MB", "a.csv", read_manifest)
-def _(path: Path) -> None:
-    path.write_text('name,sha256\n"' + "x" * 9_000_000 + '",0\n')
-
-
-@bomb("CSV: four million columns", "a.csv", read_manifest)
-def _(path: Path) -> None:
-    path.write_text("name,sha256," + "," * 9_000_000 + "\n")
-
-
-@bomb("CSV: labels of 600,000 files", "a.csv", read_labels)
-def _(path: Path) -> None:
-    path.write_text("file,label\n" + "".join(f"{i},{i}\n" for i in range(600_000)))
-
-
-@bomb("CSV: a soft label of four million classes", "a.csv", read_labels)
-def _(path: Path) -> None:
-    path.write_text("file,label\na," + "0|" * 4_000_000 + "1\n")
-
-
-# Text
-
-
-@bomb("TOML: nested tables", "a.toml", read_experiment)
-def _(path: Path) -> None:
-    path.write_text("x = " + "[" * 10**6 + "]" * 10**6)
-
-
-@bomb("TOML: a name of a million parts", "a.toml", read_experiment)
-def _(path: Path) -> None:
-    path.write_text("[" + "a." * 10**6 + "b]\nx = 1\n")
-
-
-@bomb("TOML: many names of many parts", "a.toml", read_experiment)
-def _(path: Path) -> None:
-    path.write_text("".join(f"[{'a.' * 98}b{i}]\n" for i in range(9500)))
-
-
-@bomb("TOML: dotted keys in dotted tables", "a.toml", read_card)
-def _(path: Path) -> None:
-    path.write_text("".join(f"{'a.' * 90}b{i} = 1\n" for i in range(10_000)))
-
-
-@bomb("TOML: a million small tables", "a.toml", read_experiment)
-def _(path: Path) -> None:
-    path.write_text("x = [" + "{}," * 690_000 + "]\n")
-
-
-@bomb("TOML: a million tables in a list", "a.toml", read_experiment)
-def _(path: Path) -> None:
-    path.write_text("[[run]]\n" * 260_000)
-
-
-@bomb("TOML: a number of two million digits", "a.toml", read_experiment)
-def _(path: Path) -> None:
-    path.write_text("x = " + "9" * 2_000_000)
-
-
-@bomb("TOML: a text of escapes", "a.toml", read_card)
-def _(path: Path) -> None:
-    path.write_text('x = "' + "\\u0000" * 340_000)
-
-
-@bomb("JSON: nested lists", "a.json", read_result)
-def _(path: Path) -> None:
-    path.write_text("[" * NESTED + "]" * NESTED)
-
-
-@bomb("JSON: four million empty objects", "a.json", read_result)
-def _(path: Path) -> None:
-    path.write_text('{"x": [' + "{}," * 3_000_000 + "{}]}")
-
-
-@bomb("JSON: wide at every depth", "a.json", read_result)
-def _(path: Path) -> None:
-    path.write_text('{"x": [' + ",".join(["[" * 90 + "]" * 90] * 50_000) + "]}")
-
-
-# Tensors
-
-
-def header(path: Path, entries: str, rest: int = 0) -> None:
-    data = entries.encode()
-    path.write_bytes(struct.pack("<Q", len(data)) + data + bytes(rest))
-
-
-def entry(name: str, shape: str, start: int = 0, end: int = 0) -> str:
-    return f'"{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[{start},{end}]}}'
-
-
-@bomb("safetensors: a hundred thousand empty tensors", "a.safetensors", read_state)
-def _(path: Path) -> None:
-    header(path, "{" + ",".join(entry(str(i), "[0]") for i in range(140_000)) + "}")
-
-
-@bomb("safetensors: gradients, a hundred thousand empty tensors", "a.safetensors", read_gradient_file)
-def _(path: Path) -> None:
-    header(path, "{" + ",".join(entry(str(i), "[0]") for i in range(140_000)) + "}")
-
-
-@bomb("safetensors: a header of 2**60 bytes", "a.safetensors", read_state)
-def _(path: Path) -> None:
-    path.write_bytes(struct.pack("<Q", 2**60) + bytes(9_000_000))
-
-
-@bomb("safetensors: a tensor with a million axes", "a.safetensors", read_state)
-def _(path: Path) -> None:
-    header(path, "{" + entry("a", "[0" + ",1" * 4_000_000 + "]") + "}")
-
-
-@bomb("safetensors: an empty tensor of 2**60 rows", "a.safetensors", read_state)
-def _(path: Path) -> None:
-    header(path, "{" + entry("a", f"[0,{2**60}]") + "}")
-
-
-@bomb("safetensors: nested metadata", "a.safetensors", read_state)
-def _(path: Path) -> None:
-    header(path, '{"__metadata__":' + "[" * NESTED + "]" * NESTED + "}")
-
-
-@bomb("key: a hundred thousand orders", "a.key", load_key)
-def _(path: Path) -> None:
-    header(path, "{" + ",".join(entry(str(i), "[0]") for i in range(140_000)) + "}")
-    path.chmod(0o600)
-
-
-def torch_zip(path: Path, pickled: bytes, packing: int = zipfile.ZIP_DEFLATED) -> None:
-    with zipfile.ZipFile(path, "w", packing, compresslevel=9) as archive:
-        archive.writestr("a/data.pkl", pickled)
-        archive.writestr("a/byteorder", b"little")
-        archive.writestr("a/version", b"3\n")
-
-
-def call(name: bytes, *arguments: bytes) -> bytes:
-    """Return the opcodes that call a function, whose module and name a line end parts, with arguments as opcodes."""
-    return b"c" + name + b"\n(" + b"".join(arguments) + b"tR"
-
-
-def text(value: str) -> bytes:
-    data = value.encode()
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def number(value: int) -> bytes:
-    return pickle.dumps(value, 2)[2:-1]
-
-
-HEX = b"_codecs\nencode"
-
-
-@bomb("torch: an array of 2**33 bytes, copied", "a.pt", read_state)
-def _(path: Path) -> None:
-    once = call(b"__builtin__\nbytearray", number(2**32))
-    torch_zip(path, b"\x80\x02}" + text("a") + b"(" + call(b"__builtin__\nbytearray", once) * 4 + b"ts.")
-
-
-@bomb("torch: a text that doubles at each encoding", "a.pt", read_state)
-def _(path: Path) -> None:
-    made = call(HEX, text("a" * 1000), text("latin1"))
-    for _ in range(26):
-        made = call(HEX, made, text("hex_codec"))
-    torch_zip(path, b"\x80\x02}" + text("a") + made + b"s.")
-
-
-@bomb("torch: a text that is copied many times", "a.pt", read_state)
-def _(path: Path) -> None:
-    first = text("a" * 2**22) + b"q\x00" + b"c" + HEX + b"\nq\x01" + text("latin1") + b"q\x02"
-    copy = b"h\x01h\x00h\x02\x86R"
-    torch_zip(path, b"\x80\x02" + first + b"(" + copy * 400_000 + b"t.")
-
-
-@bomb("torch: a text that is copied and dropped many times", "a.pt", read_state)
-def _(path: Path) -> None:
-    first = text("a" * 2**22) + b"q\x00" + b"c" + HEX + b"\nq\x01" + text("latin1") + b"q\x02"
-    copy = b"h\x02h\x01h\x00h\x02\x86Rs"
-    torch_zip(path, b"\x80\x02" + first + b"}" + copy * 400_000 + b".")
-
-
-@bomb("torch: numbers of 2 GiB", "a.pt", read_state)
-def _(path: Path) -> None:
-    kind = call(b"numpy\ndtype", text(f"V{2**31 - 1}"))
-    made = call(b"numpy.core.multiarray\nscalar", kind) * 6
-    torch_zip(path, b"\x80\x02}" + text("a") + b"(" + made + b"ts.")
-
-
-@bomb("torch: nine million empty lists", "a.pt", read_state)
-def _(path: Path) -> None:
-    path.write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + b"\x80\x02(" + b"]" * 9_000_000)
-
-
-@bomb("torch: empty lists in a packed archive", "a.pt", read_state)
-def _(path: Path) -> None:
-    torch_zip(path, b"\x80\x02(" + b"]" * 2**29 + b"t.")
-
-
-@bomb("torch: sets of one long tuple", "a.pt", read_state)
-def _(path: Path) -> None:
-    row = b"(" + b"".join(b"J" + struct.pack("<i", i) for i in range(2**17)) + b"tq\x00"
-    copies = call(b"__builtin__\nset", b"h\x00") * 5000
-    torch_zip(path, b"\x80\x02" + row + b"(" + copies + b"t.")
-
-
-@bomb("torch: a tensor of repeated numbers", "a.pt", read_state)
-def _(path: Path) -> None:
-    torch.save({"x": torch.zeros(1).expand(10**10)}, path)
-
-
-@bomb("npz: packed zeros", "a.npz", read_state)
-def _(path: Path) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for i in range(8):
-            buffer = io.BytesIO()
-            np.save(buffer, np.zeros(2**27 - 64, np.uint8))
-            archive.writestr(f"{i}.npy", buffer.getvalue())
-
-
-@bomb("npz: an array that states more than it holds", "a.npz", read_state)
-def _(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for i in range(100):
-            archive.writestr(f"{i}.npy", npy_header(f"({2**33},)") + bytes(1000))
-
-
-@bomb("npz: a header of a million brackets", "a.npz", read_state)
-def _(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a.npy", npy_header("(" * 100_000 + ")" * 100_000))
-
-
-@bomb("npz: one member under many names", "a.npz", read_state)
-def _(path: Path) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        buffer = io.BytesIO()
-        np.save(buffer, np.zeros(2**23, np.uint8))
-        archive.writestr("a.npy", buffer.getvalue())
-        first = archive.infolist()[0]
-        for i in range(100_000):
-            again = zipfile.ZipInfo(f"{i}.npy")
-            for name in ("header_offset", "file_size", "compress_size", "CRC", "compress_type"):
-                setattr(again, name, getattr(first, name))
-            archive.filelist.append(again)
-
-
-def npy_header(shape: str) -> bytes:
-    data = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n".encode()
-    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(data)) + data
 
 
 # Images and volumes
@@ -691,18 +358,4 @@ def _(path: Path) -> None:
 
 @pytest.mark.parametrize("description", BOMBS)
 def test_a_small_file_takes_little(description: str, tmp_path: Path, separately: Any, capsys: Any) -> None:
-    name, write, read = BOMBS[description]
-    path = tmp_path / name
-    ended, _, _ = separately(lambda: write(path))
-    assert ended == "None"
-    assert path.stat().st_size < LARGEST
-
-    def work() -> None:
-        read(path)
-
-    ended, seconds, mebibytes = separately(work)
-    with capsys.disabled():
-        print(f"\n{description}: {seconds:.1f} s, {mebibytes} MiB, {ended[:60]}")  # noqa: T201
-    assert ended == "None" or ended.startswith("refused: ")
-    assert seconds < SECONDS
-    assert mebibytes < MEBIBYTES
+    bombs.takes_little(description, tmp_path, separately, capsys)
