@@ -37,7 +37,7 @@ def test_every_step_succeeds_on_the_cpu(tmp_path: Path) -> None:
 
 def test_results_of_two_devices_are_counted_by_attack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    compared = importlib.import_module("on_a_card").compared
+    compared = importlib.import_module("on_a_card_equality").compared
 
     def rows(*scores: tuple[float, bool]) -> list[dict[str, object]]:
         return [
