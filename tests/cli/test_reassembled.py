@@ -24,11 +24,11 @@ def test_the_table_shows_what_the_adversary_puts_together(attack: Callable[..., 
 def test_what_re_assembly_changes_stands_below_every_table(attack: Callable[..., Any], tmp_path: Path) -> None:
     """The jigsaw alone: exact patches, out of their places."""
 
-    def said(name: str, setting: str, *more: object) -> str:
-        return attack("--setting", setting, *OPTIONS, "--out", tmp_path / name, *more).out
+    def said(name: str, *more: object) -> str:
+        return attack("--setting", "c", *OPTIONS, "--out", tmp_path / name, *more).out
 
-    there = json.loads(said("two", "c", "--geometry", "reassembled", "--json"))["rows"]
-    here = json.loads(said("five", "c", "--json"))["rows"]
+    there = json.loads(said("two", "--geometry", "reassembled", "--json"))["rows"]
+    here = json.loads(said("five", "--json"))["rows"]
     for kind, name in (("worst", "worst case"), ("single", "best single attack")):
         ours, theirs = (next(row for row in rows if row["kind"] == kind) for rows in (here, there))
         scores = [row["scores"]["psnr"]["mean"] for row in (ours, theirs)]
@@ -37,12 +37,14 @@ def test_what_re_assembly_changes_stands_below_every_table(attack: Callable[...,
         assert behind == [["patch-gradient (reassembled)"]] * 2
         assert ours["attack"] == name
     assert next(row for row in here if row["kind"] == "attack")["scores"]["psnr"]["mean"] < 40
-    text = " ".join(said("one", "c", "--details").split())
+    text = " ".join(said("one", "--details").split())
     assert "reassembled" in text
     assert "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more" in text
     assert "worst case: the best attack of each image, chosen by the evaluator: an upper bound" in text
-    assert "(--geometry " not in said("four", "a", "--details")  # nothing is moved
-    oracle = " ".join(said("six", "c", "--geometry", "oracle", "--details").split())
+    unmoved = attack("--setting", "a", *OPTIONS[:-2], "--out", tmp_path / "four", "--details")
+    assert unmoved.status == 0
+    assert "(--geometry " not in unmoved.out
+    oracle = " ".join(said("six", "--geometry", "oracle", "--details").split())
     assert "control:shuffled would be the image itself, and is left out" in oracle
     assert "oracle)" in oracle
 

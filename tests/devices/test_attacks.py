@@ -69,7 +69,11 @@ def of_example(name: str) -> dict[str, Any]:
     """Return the case that the example on the page of an attack describes."""
     example = arguments_of(explain(name).sections["Example"])
     given: dict[str, Any] = {key: example[key] for key in ("release", "defense", "client", "options") if key in example}
-    return given | {"attack": (name,)} | ({"setting": ("a",)} if "client" in given else {"gamma": 0.5})
+    if "client" in given:
+        given["setting"] = ("a",)
+    elif any(word in given.get("defense", "mjp") for word in ("mjp", "jigsaw")):
+        given["gamma"] = 0.5
+    return given | {"attack": (name,)}
 
 
 CASES = SHARED | {name: of_example(name) for name in ASKED_FOR}

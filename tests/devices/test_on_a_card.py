@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from privlab.grids import check_shuffled, specify
+
 SCRIPT = Path(__file__).with_name("on_a_card.sh")
 RESULTS = {"log.txt", "steps.tsv", "machine.json", "bench-deit_s.json", "bench-vit_ti_160.json"}
 RESULTS |= {"search.json", "equality.json", "limits.json"}
@@ -52,6 +54,14 @@ def test_results_of_two_devices_are_counted_by_attack(monkeypatch: pytest.Monkey
     assert (of["rows"], of["exact"], of["below"], of["above"]) == (5, 1, [2, 1, 0.5], [1, 0, 2])
     assert len(found["wrong"]) == 1
     assert "one is exact" in found["wrong"][0]
+
+
+def test_no_case_of_equality_is_refused_for_what_it_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    cases = importlib.import_module("on_a_card_equality").equality_cases(few=False)
+    for case in cases.values():
+        stated = {name: value for name, value in case.items() if name not in ("settings", "attacks")}
+        check_shuffled([specify(**stated, setting=case.get("settings"), attack=case.get("attacks"))])
 
 
 @pytest.mark.parametrize("given", [(), ("out", "--wet")])

@@ -206,7 +206,16 @@ def recording(pattern: str) -> Callable[[Path], Made]:
     return make
 
 
-TOML = '[run]\nmodel = "tiny_vit"\nlimit = 2\nseeds = [1, 2]\n[grid]\ngamma = [0.1, 0.5]\n[table]\ncolumns = ["psnr"]\n'
+TOML = """[run]
+model = "tiny_vit"
+setting = "c"
+limit = 2
+seeds = [1, 2]
+[grid]
+gamma = [0.1, 0.5]
+[table]
+columns = ["psnr"]
+"""
 MANIFEST = f"name,sha256,label\na.png,{'0' * 64},3\nb.png,{'1' * 64},\n"
 
 KINDS: dict[str, Callable[[Path], Made]] = {
