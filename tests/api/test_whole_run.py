@@ -1,4 +1,4 @@
-"""The Python interface: what is given as objects, and what a run gives back."""
+"""Whole runs in Python: what is given as objects, and what a run gives back."""
 
 import copy
 import threading
@@ -11,16 +11,14 @@ import pandas as pd
 import pytest
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import privlab
-from privlab.attacks import LeastSquares, MjpFull, PatchGradient, PatchUpdate
+from privlab.attacks import PatchGradient
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.defenses import GradientNoise, Jigsaw, Mjp, RowPermutation
+from privlab.defenses import GradientNoise, Mjp
 from privlab.evaluation import CLASS_MEAN, CONTROLS
-from privlab.images import to_pil
 from privlab.threat.effects import Effects
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -28,48 +26,10 @@ QUICK: dict[str, Any] = {"settings": "a", "attacks": "patch-gradient", "metrics"
 
 
 @pytest.fixture(scope="module")
-def photos(photographs: Any) -> Tensor:
-    return photographs(3, 32)
-
-
-@pytest.fixture(scope="module")
 def run(photos: Tensor) -> privlab.Run:
     return privlab.attack(
         "cifar_vit_mjp27", photos, [3, 5, 7], **(QUICK | {"settings": "a,c", "attacks": ["april", PatchGradient()]})
     )
-
-
-def test_gradients_step_by_step(photos: Tensor) -> None:
-    victim = privlab.victim("cifar_vit_mjp27")
-    seen = privlab.observe(victim, photos, torch.tensor([3, 7, 1]), defense=Mjp(gamma=0.27), seed=0)
-    scores = privlab.score(MjpFull()(seen), photos, ["psnr", "ssim"])
-    assert list(scores.columns) == ["psnr", "ssim", "levels_wrong"]
-    assert scores.psnr.mean() > 25
-    again = privlab.observe(victim, photos, torch.tensor([3, 7, 1]), defense=[Mjp(gamma=0.27)], seed=0)
-    other = privlab.observe(victim, photos, torch.tensor([3, 7, 1]), defense=Mjp(gamma=0.27), seed=1)
-    name = "patch_embed.proj.weight"
-    assert torch.equal(seen.gradients[name], again.gradients[name])
-    assert not torch.equal(seen.gradients[name], other.gradients[name])
-
-
-@pytest.mark.parametrize(("release", "right"), [(privlab.Client(), "Update"), ("gradient", "Gradient"), (None, None)])
-def test_what_is_no_release_is_refused(photos: Tensor, release: Any, right: str | None) -> None:
-    if right is None:
-        assert privlab.observe("cifar_vit", photos, [3, 7, 1], release=release).gradients
-        return
-    with pytest.raises(Exception, match="release") as caught:  # where types are checked, by that
-        privlab.observe("cifar_vit", photos, [3, 7, 1], release=release)
-    assert right in str(caught.value)
-    with pytest.raises(Exception, match=r"release.*name|release.*gradient|parameter 'release'"):
-        privlab.attack("cifar_vit", photos, [3, 7, 1], release=release)
-
-
-def test_the_batch_changes_no_bit_of_a_shuffled_image_s_gradient(photos: Tensor) -> None:
-    victim, mjp, labels = privlab.victim("cifar_vit_mjp27"), Mjp(gamma=0.27), torch.tensor([3, 7, 1])
-    seen = privlab.observe(victim, photos, labels, defense=mjp)
-    for i in range(3):
-        alone = privlab.observe(victim, photos[i : i + 1], labels[i : i + 1], defense=mjp)
-        assert all(torch.equal(g[0], seen.gradients[name][i]) for name, g in alone.gradients.items())
 
 
 @dataclass(frozen=True)
@@ -130,35 +90,6 @@ class Lossy:
 def test_a_defense_that_loses_a_parameter_is_refused(photos: Tensor, release: Any, shape: bool) -> None:
     with pytest.raises(PrivlabError, match=r"lossy.*pos_embed"):
         privlab.attack("cifar_vit", photos[:1], [3], defense=Lossy(shape), release=release, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("given", "right"), [("learning_rate", "lr"), ("optimizer", "optimiser"), ("weight_dcay", "weight_decay")]
-)
-def test_a_client_names_the_setting_that_is_meant(given: str, right: str) -> None:
-    with pytest.raises(PrivlabError, match=f"{given}.*{right}"):
-        privlab.Client(**{given: 1})
-    client = privlab.Client("adam", lr=0.1)
-    assert copy.deepcopy(client) == client
-
-
-def test_an_update_and_features_step_by_step(photos: Tensor, photographs: Any) -> None:
-    victim = privlab.victim("cifar_vit")
-    client = privlab.Client(lr=0.01, steps=2)
-    seen = privlab.observe(victim, photos, [3, 7, 1], release=privlab.Update(client))
-    assert (privlab.score(PatchUpdate()(seen), photos).psnr > 60).all()
-    seen = privlab.observe(victim, photos, release=privlab.Features(), defense=RowPermutation(), public=photos)
-    assert seen.features.shape[0] == 3
-    plain = privlab.observe(victim, photos, release=privlab.Features(), public=photographs(9, 32)[3:])
-    assert privlab.score(LeastSquares()(plain), photos).psnr.min() > 20
-
-
-def test_several_images_in_one_gradient(photos: Tensor) -> None:
-    victim = privlab.victim("cifar_vit")
-    seen = privlab.observe(victim, photos, [3, 7, 1], ["head.bias"], release=privlab.Gradient(batch=3))
-    assert (seen.images_per_release, list(seen.gradients)) == (3, ["head.bias"])
-    with pytest.raises(PrivlabError, match="multiple of 2"):
-        privlab.observe(victim, photos, release=privlab.Gradient(batch=2))
 
 
 def test_a_run_gives_its_records_table_verdict_and_images(run: privlab.Run, photos: Tensor, tmp_path: Path) -> None:
@@ -286,7 +217,7 @@ def test_an_attack_that_fails_on_every_image_is_named_where_the_run_is_printed(p
     with pytest.warns(PrivlabWarning, match="'broken' failed on every image: AttributeError") as caught:
         run = privlab.attack("cifar_vit", photos, [3, 5, 7], **(QUICK | {"attacks": [Broken(), "patch-gradient"]}))
     # where shapes are checked, jaxtyping's wrapper calls privlab
-    assert {Path(warning.filename).name for warning in caught} <= {"test_api.py", "_decorator.py"}
+    assert {Path(warning.filename).name for warning in caught} <= {"test_whole_run.py", "_decorator.py"}
     assert list(run.failed_attacks) == ["broken"]
     for shown in (str(run), run._repr_html_()):
         assert "Failed on every image: broken: AttributeError" in shown
@@ -338,138 +269,8 @@ def test_a_grid_is_a_case_for_each_value_and_goes_on(photos: Tensor, tmp_path: P
     assert [axes.get_title(loc="left") for axes in first.plot("strips").axes] == labels
 
 
-def test_mjp_of_a_model_of_ones_own(photos: Tensor) -> None:
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10)
-    victim = privlab.victim(vit, unknown_pe="mean")
-    assert torch.equal(victim.model.unk_embed, vit.pos_embed[:, 1:].mean(1, keepdim=True))
-    images = torch.nn.functional.interpolate(photos, scale_factor=2)
-    seen = privlab.observe(victim, images, [3, 7, 1], ["pos_embed"], defense=Mjp(gamma=0.27))
-    assert (seen.gradients["pos_embed"][:, 0, 1:].abs().sum(2) == 0).any()
-    with pytest.raises(PrivlabError, match="of your own"):
-        privlab.victim("cifar_vit", unknown_pe="mean")
-
-
-def test_a_model_is_observed_as_it_is_attacked(photos: Tensor) -> None:
-    """`observe` makes a victim of a timm model or of a name, as `attack` does."""
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
-    for model in (vit, "cifar_vit"):
-        wanted = privlab.observe(privlab.victim(model), photos, [3, 7, 1], ["pos_embed"])
-        found = privlab.observe(model, photos, [3, 7, 1], ["pos_embed"])
-        assert torch.equal(found.gradients["pos_embed"], wanted.gradients["pos_embed"])
-    with pytest.raises(PrivlabError, match="ViT of timm"):
-        privlab.observe(torch.nn.Linear(1, 1), photos)
-
-
-@pytest.mark.parametrize(
-    ("name", "defense"),
-    [
-        ("gradient-noise", GradientNoise()),
-        ("mjp+gradient-noise", (Mjp(), GradientNoise())),
-        (["jigsaw", GradientNoise()], (Jigsaw(), GradientNoise())),
-        ("auto", Mjp()),
-        ("none", ()),
-    ],
-)
-def test_a_defense_is_observed_by_its_name(name: Any, defense: Any, photos: Tensor) -> None:
-    wanted, found = (
-        privlab.observe("cifar_vit_mjp27", photos, [3, 7, 1], ["pos_embed"], defense=each) for each in (defense, name)
-    )
-    assert torch.equal(found.gradients["pos_embed"], wanted.gradients["pos_embed"])
-
-
-def test_an_unknown_defense_is_refused_with_the_nearest_names(photos: Tensor) -> None:
-    with pytest.raises(PrivlabError, match="gradient-noise"):
-        privlab.observe("cifar_vit", photos, defense="gradient-nois")
-
-
-def test_gradients_of_images_are_those_that_are_released_and_can_be_followed(photos: Tensor) -> None:
-    seen = privlab.observe(privlab.victim("cifar_vit"), photos, [3, 7, 1], ["head.weight", "pos_embed"])
-    made = seen.gradients_of(photos, torch.tensor([3, 7, 1]))
-    for name, gradient in seen.gradients.items():
-        torch.testing.assert_close(made[name], gradient, rtol=1e-3, atol=1e-6)
-    guess = photos.clone().requires_grad_()
-    labels = torch.zeros(3, 10).requires_grad_()
-    loss = sum(g.square().sum() for g in seen.gradients_of(guess, labels.softmax(1)).values())
-    slopes = torch.autograd.grad(loss, (guess, labels))
-    assert all(slope.abs().max() > 0 for slope in slopes)
-    update = privlab.observe(
-        privlab.victim("cifar_vit"), photos, [3, 7, 1], release=privlab.Update(privlab.Client(steps=5))
-    )
-    with pytest.raises(PrivlabError, match="one step"):
-        update.gradients_of(photos, torch.tensor([3, 7, 1]))
-
-
 def test_strips_are_a_figure(run: privlab.Run) -> None:
     assert len(run.plot("strips").axes) == 3
-
-
-def trained(photos: Tensor, images: int = 1) -> tuple[dict[str, Tensor], torch.nn.Module]:
-    """Return the weights before and the model after one step of SGD on photographs."""
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
-    before = copy.deepcopy(model.state_dict())
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = (photos[:images] - torch.tensor([0.5]).view(1, 1, 1, 1)) / 0.5
-    torch.nn.functional.cross_entropy(model(x), torch.arange(images)).backward()
-    optimiser.step()
-    return before, model
-
-
-@pytest.mark.slow
-def test_an_update_is_audited_from_state_dicts_and_models(photos: Tensor, tmp_path: Path) -> None:
-    before, model = trained(photos)
-    client = privlab.Client(lr=0.01, steps=1)
-    run = privlab.audit_update(
-        before,
-        model,
-        model=model,
-        client=client,
-        normalisation="inception",
-        attacks="patch-update",
-    )
-    assert run.leaks is True
-    assert run.verdict
-    to_pil(photos[0]).save(tmp_path / "x.png")
-    scored = privlab.audit_update(
-        before, model, model=model, client="sgd", normalisation="inception", reference=tmp_path / "x.png",
-        attacks="patch-update", metrics="psnr", out=tmp_path / "audit",
-    )  # fmt: skip
-    assert scored.records.query("attack == 'patch-update'").psnr.max() > 50
-    assert privlab.load(tmp_path / "audit").leaks is True
-    with pytest.raises(PrivlabError, match="both"):
-        privlab.audit_update("before.pth", model, model=model)
-    with pytest.raises(PrivlabError, match="timm"):
-        privlab.audit_update(before, model, model=torch.nn.Linear(1, 1))
-
-
-def test_an_update_of_any_model_that_is_attacked_is_audited(photos: Tensor) -> None:
-    """Of a model that no name makes, and of another library's; the weights of the victim are replaced by BEFORE."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192}
-    config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=5, **sizes)
-    small = VisionTransformer(img_size=32, patch_size=8, embed_dim=96, depth=2, num_heads=3, num_classes=5)
-    for model in (small, transformers.ViTForImageClassification(config)):
-        before = copy.deepcopy(model.state_dict())
-        logits = model.eval()((photos[:1] - 0.5) / 0.5)
-        torch.nn.functional.cross_entropy(getattr(logits, "logits", logits), torch.tensor([3])).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-        for given in (model, privlab.victim(model)):
-            run = privlab.audit_update(
-                before, model, model=given, client=privlab.Client(lr=0.01, steps=1), normalisation="inception",
-                attacks="patch-update",
-            )  # fmt: skip
-            assert run.leaks is True
-
-
-def test_a_gradient_is_audited_with_the_model_of_its_step(photos: Tensor, tmp_path: Path) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
-    torch.nn.functional.cross_entropy(model((photos[:1] - 0.5) / 0.5), torch.tensor([3])).backward()
-    privlab.capture(model, tmp_path / "step.safetensors", batch_size=1)
-    run = privlab.audit_gradients(
-        tmp_path / "step.safetensors", model=model, normalisation="inception", attacks="patch-gradient"
-    )
-    assert run.leaks is True
 
 
 @dataclass(frozen=True)
@@ -522,17 +323,6 @@ def test_the_table_in_a_text_names_every_row(photos: Tensor) -> None:
         line.strip().partition("   ")[0] for line in text.splitlines()
     }
     assert max(map(len, str(run).splitlines())) <= 80
-
-
-def test_an_audit_says_whether_it_leaks_and_takes_checkpoints(photos: Tensor) -> None:
-    vit = privlab.victim("cifar_vit").model.vit.requires_grad_(True)
-    before = {"epoch": 1, "model_state_dict": {f"module.model.{n}": t.clone() for n, t in vit.state_dict().items()}}
-    torch.nn.functional.cross_entropy(vit(photos[:1]), torch.tensor([3])).backward()
-    torch.optim.SGD(vit.parameters(), lr=0.01).step()
-    audit = privlab.audit_update(
-        before, vit, model="cifar_vit", client=privlab.Client(lr=0.01, steps=1), normalisation="none"
-    )
-    assert (audit.leaks, audit.verdict) == (True, "leaks: yes, a private image was reconstructed")
 
 
 def test_public_images_with_labels_give_the_mean_of_the_class(photos: Tensor, photographs: Any, tmp_path: Path) -> None:
