@@ -1,5 +1,6 @@
 """The command line run in this process on tiny inputs, without a network and without anybody's caches."""
 
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,15 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
+from privlab import capture_update
 from privlab.images import open_images
 from privlab.release import Recorder
 from privlab.release.capture import capture
 from privlab.victims import save, victim
 
 TINY = ("--model", "vit_ti", "--weights", "random", "--img-size", "32", "--no-strips")
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.05}
+STATED = tuple(w for name, value in {**SGD, "steps": 5}.items() for w in ("--set", f"client.{name}={value}"))
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +149,67 @@ def recording(tmp_path: Path) -> Path:
         session.step(step, tokens[:, torch.randperm(17, generator=draw)], None)
     session.inference(model.embed(torch.rand(2, 3, 64, 64, generator=draw)))
     return tmp_path / "recorded"
+
+
+@pytest.fixture(scope="session")
+def rounds() -> dict[str, tuple[Path, Path]]:
+    """Return the files of those trainings that several tests ask for, by their settings; not to be written to."""
+    return {}
+
+
+@pytest.fixture
+def trained(
+    state: dict[str, torch.Tensor],
+    photos: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    rounds: dict[str, tuple[Path, Path]],
+) -> Callable[..., tuple[Path, Path]]:
+    """Return files of the weights before and after a training of plain PyTorch on the first photo, of label 7."""
+
+    def train(
+        steps: int = 5,
+        images: int = 1,
+        mean: Any = 0.5,
+        std: Any = 0.5,
+        target: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Path, Path]:
+        settings = repr((steps, images, mean, std, target, sorted(options.items())))
+        if settings not in rounds:
+            folder = tmp_path_factory.mktemp("round")
+            rounds[settings] = train_in(folder, steps, images, mean, std, target, options)
+        (tmp_path / "round").mkdir(exist_ok=True)
+        before, after = (shutil.copy(path, tmp_path / "round") for path in rounds[settings])
+        return Path(before), Path(after)
+
+    def train_in(
+        folder: Path, steps: int, images: int, mean: Any, std: Any, target: torch.Tensor | None, options: dict[str, Any]
+    ) -> tuple[Path, Path]:
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        assert isinstance(vit, VisionTransformer)
+        vit.load_state_dict(state)
+        pixels = next(iter(open_images(photos / "a.png"))).pixels
+        assert pixels is not None
+        x = victim(vit).preprocessing(pixels)[None]
+        x = torch.cat([x, torch.rand(images - 1, *x.shape[1:], generator=torch.Generator().manual_seed(0))])
+        optimiser = torch.optim.SGD(vit.parameters(), **(SGD | options))
+        for _ in range(steps):
+            optimiser.zero_grad()
+            labels = torch.tensor([7, 2][:images]) if target is None else target
+            F.cross_entropy(vit.eval()((x - mean) / std), labels).backward()
+            optimiser.step()
+        return capture_update(state, vit, folder)
+
+    return train
+
+
+@pytest.fixture
+def audit_update(cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Audit a pair of files with the client's model and the settings that it states; later options win."""
+
+    def run(files: tuple[Path, Path], *arguments: object, stated: tuple[str, ...] = STATED) -> Any:
+        base = ("--model", "vit_ti", "--img-size", "32", "--client", "sgd", *stated, "--out", tmp_path / "audit")
+        return cli("audit", "update", *files, *base, *arguments)
+
+    return run
