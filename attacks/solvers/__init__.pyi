@@ -39,6 +39,7 @@ from .masked_slots import token_count as token_count
 from .masked_slots import too_many as too_many
 from .masked_slots import warn_of_limits as warn_of_limits
 from .masked_slots import zero_rows as zero_rows
+from .missing_entries import complete_entries as complete_entries
 from .noisy_gradients import Likelihood as Likelihood
 from .noisy_gradients import NoisyGradients as NoisyGradients
 from .noisy_gradients import distance as distance

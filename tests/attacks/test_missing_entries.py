@@ -2,7 +2,7 @@
 
 import torch
 
-from privlab.attacks.gradients.patch_update import _complete
+from privlab.attacks.solvers import complete_entries
 
 
 def test_missing_entries_follow_from_the_others() -> None:
@@ -13,7 +13,7 @@ def test_missing_entries_follow_from_the_others() -> None:
     G = A.mT @ X
     missing_A, missing_G = A.abs() < 0.15, G.abs() < 0.3
     vA, vG = 1e-14 + missing_A.double() * 0.15**2 / 3, 1e-14 + missing_G.double() * 0.3**2 / 3
-    found = _complete(A.masked_fill(missing_A, 0), G.masked_fill(missing_G, 0), vA, vG, missing_A)
+    found = complete_entries(A.masked_fill(missing_A, 0), G.masked_fill(missing_G, 0), vA, vG, missing_A)
     assert int(missing_A.sum()) > 10
     torch.testing.assert_close(found, A, rtol=0, atol=1e-4)
     torch.testing.assert_close(found[~missing_A], A[~missing_A], rtol=0, atol=0)
