@@ -143,8 +143,8 @@ class AdamUpdate(Checked):
     def _patches(self, seen: Observation, client: Client, update: Update) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image."""
         # |u| / η = |g| / (|g| + ε) gives |g| = ε |u| / (η − |u|), known only where rounding does not hide the
-        # difference from a full step.
-        shown = shown_by_round(seen.model, client, update)
+        # difference from a full step. Gradients behind the last block that is searched are not needed.
+        shown = shown_by_round(seen.model, client, update, self.blocks)
         # Unknown magnitudes are their bound plus the expected excess over it, which is also the error of such an entry.
         first = FirstBlocks.of(seen.model, self.blocks, update)
         rows = shown | {_PE: shown[_PE].last(seen.model.vit.patch_embed.num_patches)}

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.attacks.solvers.first_blocks import as_rows
+from privlab.attacks.solvers.first_blocks import as_rows, names_before
 from privlab.attacks.solvers.linear import RTOL
 from privlab.attacks.solvers.noisy_gradients import Likelihood
 from privlab.attacks.solvers.prior import EDGE_WIDTH, Smoothness, photograph_gradients
@@ -82,7 +82,7 @@ def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], 
     return Shown(value, eps * deviation / missing**2, least, known, sign, eps)
 
 
-def shown_by_round(model: VictimModel, client: Client, update: Update) -> dict[str, Shown]:
+def shown_by_round(model: VictimModel, client: Client, update: Update, blocks: int | None = None) -> dict[str, Shown]:
     """Return what the update of a round shows of each parameter's gradient, by name, as rows of a matrix.
 
     Position embeddings have a row for each token, and a vector is one row.
@@ -93,6 +93,7 @@ def shown_by_round(model: VictimModel, client: Client, update: Update) -> dict[s
         model: the model before the round.
         client: the public settings of a client that trains by Adam or AdamW from a fresh state.
         update: θ_0 − θ_T by timm's names; that of the position embeddings and of the projection, if of several steps.
+        blocks: L, if only parameters before block L are asked for; how far the others moved is checked all the same.
 
     Raises:
         PrivlabError: if a weight moved further than a fresh state can move it.
@@ -127,12 +128,12 @@ def shown_by_round(model: VictimModel, client: Client, update: Update) -> dict[s
         spread = 1.4826 * float((large - full).abs().median())  # of a normal distribution, from the median deviation
     # All errors of a move add up as variances; the division by `full` turns the move
     # and its error into shares of a step.
-    return {
-        name: shown_by_adam(
-            M / full, (rounded[name].square() + spread**2 + (RTOL * M).square()).sqrt() / full, client.eps
-        )
-        for name, M in moved.items()
-    }
+    shown = {}
+    for name in moved if blocks is None else names_before(blocks, moved):
+        M = moved[name]
+        deviation = (rounded[name].square() + spread**2 + (RTOL * M).square()).sqrt()
+        shown[name] = shown_by_adam(M / full, deviation / full, client.eps)
+    return shown
 
 
 def largest_step(client: Client) -> float:

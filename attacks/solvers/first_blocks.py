@@ -7,7 +7,7 @@ known, and not their magnitudes, `search_by_signs` finds X.
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,6 +34,9 @@ _SECOND = 0.98
 _EDGES = 0.002  # weight of the edges' energy, a mean over the pixels
 
 _BOX = 30.0  # weight of the mean squared distance of normalised pixels from those of black and white
+
+_LATER = ("blocks.", "norm.", "fc_norm.", "attn_pool.", "head")
+"""What the names of parameters behind the embedding begin with."""
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -101,6 +104,12 @@ class FirstBlocks:
             own = [model.vit.get_parameter(name) for name in self.names]
             parts = torch.autograd.grad((z * delta).sum(), own, create_graph=create_graph)
         return {name: self.matrix(name, part) for name, part in zip(self.names, parts, strict=True)}
+
+
+def names_before(blocks: int, names: Iterable[str]) -> list[str]:
+    """Return those of timm's names of parameters that are before block L: of the embedding and of blocks 0 to L − 1."""
+    first = tuple(f"blocks.{level}." for level in range(blocks))
+    return [name for name in names if name.startswith(first) or not name.startswith(_LATER)]
 
 
 def as_rows(name: str, of: Float[Tensor, "..."]) -> Float[Tensor, "r c"]:

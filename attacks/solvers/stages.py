@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from privlab.attacks.solvers.first_blocks import as_rows, twice_derivable
+from privlab.attacks.solvers.first_blocks import as_rows, names_before, twice_derivable
 from privlab.attacks.solvers.linear import conjugate_gradients, linearised
 from privlab.attacks.solvers.noisy_gradients import Likelihood, distance
 from privlab.attacks.solvers.prior import Smoothness
@@ -38,9 +38,6 @@ _BEHIND = 0.3
 
 Where logits depend on few tokens alone, as behind the last block, as large a norm is expected of these.
 """
-
-_LATER = ("blocks.", "norm.", "fc_norm.", "attn_pool.", "head")
-"""What the names of parameters behind the embedding begin with."""
 
 _PROBES = 8  # random vectors by which the curvature is estimated
 _AGAIN = 15  # steps of conjugate gradients for a Δ that does not move with X
@@ -124,12 +121,10 @@ class Stage:
         # The attention must not be fused, because its gradient is differentiated again.
         tokens = _Tokens(twice_derivable(model), blocks)
         released, full = likelihood.released, "model.vit.{}".format
-        first = tuple(f"blocks.{level}." for level in range(blocks))
         own = dict(tokens.named_parameters())
-        # Before block L are the embedding and blocks 0 to L − 1. Parameters are joined to
-        # one row of e entries for each image.
-        before = [name for name in released if name.startswith(first) or not name.startswith(_LATER)]
-        names = sorted(name for name in before if full(name) in own)  # E_unk is the victim's, and no image uses it here
+        # Parameters before block L are joined to one row of e entries for each image. E_unk is the victim's, and no
+        # image uses it here.
+        names = sorted(name for name in names_before(blocks, released) if full(name) in own)
         edge = torch.cat([likelihood.edge[name].flatten(1) for name in names], 1)
         variance = torch.cat([likelihood.variance[name].flatten(1) for name in names], 1)
         G = torch.cat([released[name].flatten(1) for name in names], 1)

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
-from privlab.attacks.solvers import Shown, distance, expected_value, largest_step, likelihood_of_shares, shown_by_adam
+from privlab.attacks.solvers import (
+    Shown,
+    distance,
+    expected_value,
+    largest_step,
+    likelihood_of_shares,
+    shown_by_adam,
+    shown_by_round,
+)
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES
 from privlab.metrics import psnr
-from privlab.release import observe, observe_updates
+from privlab.release import each_release, observe, observe_updates
 from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
 
@@ -193,6 +201,16 @@ def test_a_carried_state_or_another_rate_is_refused_where_it_shows(tiny_model: M
         AdamUpdate()(replace(seen, gradients=moves))
     with pytest.raises(PrivlabError, match=r"client\.lr is another one"):
         AdamUpdate()(replace(seen, client=replace(ADAMW, lr=ADAMW.lr / 2)))
+
+
+def test_what_is_behind_the_searched_blocks_is_checked_and_no_more(tiny_model: Model, crops: Tensor) -> None:
+    model = tiny_model(depth=2)
+    (update,) = each_release(sent(model, crops[:1], ADAMW))
+    whole, few = (shown_by_round(model, ADAMW, update, blocks) for blocks in (None, 1))
+    assert few.keys() == {name for name in whole if not name.startswith(("blocks.1.", "norm.", "head."))}
+    assert all(torch.equal(a, b) for name in few for a, b in zip(few[name][:5], whole[name][:5], strict=True))
+    with pytest.raises(PrivlabError, match="fresh state"):
+        shown_by_round(model, ADAMW, {**update, "head.bias": 3 * update["head.bias"]}, 1)
 
 
 def test_what_is_refused_is_one_line(tiny_model: Model, crops: Tensor) -> None:
