@@ -432,15 +432,17 @@ def _send(self: StandIn, sent: Sent, draws: Draws) -> Sent:
 
 def _attacked(self: StandIn, seen: Any) -> Reconstruction:  # noqa: ANN401
     made = self.of_process("__call__", seen)
-    if not isinstance(made, Tensor | Reconstruction):
-        _refuse(f"{type(made).__name__} instead of images")
-    found, device = Reconstruction.of(made), seen.model.mean.device
+    if isinstance(made, Tensor) and made.ndim == 4:
+        made = Reconstruction(made.to(seen.model.mean))
+    if not isinstance(made, Reconstruction):
+        _refuse(f"{type(made).__name__} instead of images, b × c × h × w")
+    device = seen.model.mean.device
     moved = {
         name: value.to(device)
         for name in ("rows", "columns", "loose", "tokens", "tokens_sure")
-        if (value := getattr(found, name)) is not None
+        if (value := getattr(made, name)) is not None
     }
-    return Reconstruction(found.images.to(seen.model.mean), **moved)
+    return Reconstruction(made.images.to(seen.model.mean), **moved)
 
 
 def _suspicion(self: StandIn, model: Any, images: Tensor, labels: Tensor, last: Any) -> float:  # noqa: ANN401

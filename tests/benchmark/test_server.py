@@ -289,7 +289,7 @@ class Mine:
     ],
 )
 def test_a_plugin_that_does_not_answer_with_a_number_is_refused(cifar: VictimModel, body: str, said: str) -> None:
-    plugin = Plugin(PLUGIN.format(body=body), Limits(seconds=2))
+    plugin = Plugin(PLUGIN.format(body=body), Limits(seconds=2.0))
     try:
         made = plugin.stand_ins()["Mine"]()
         with pytest.raises(PrivlabError, match=said):
