@@ -1,6 +1,6 @@
 """`mjp-unrolling` against clients that train under MJP, with a fresh mask in each step, on images that are known."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +23,9 @@ Model = Callable[..., VictimModel]
 class Recorded(Mjp):
     """MJP that keeps the masks that it drew."""
 
-    def __call__(self, images: Tensor, *given: Any) -> Feed:
+    def __call__(self, images: Tensor, patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the feed, and keep its mask."""
-        feed = super().__call__(images, *given)
+        feed = super().__call__(images, patch, draws)
         MASKS.append(feed.masked_pe)
         return feed
 
