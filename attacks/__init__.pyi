@@ -60,6 +60,7 @@ from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
 from .updates.adapter_separation import AdapterSeparation as AdapterSeparation
 from .updates.client_unrolling import ClientUnrolling as ClientUnrolling
+from .updates.mjp_unrolling import MjpUnrolling as MjpUnrolling
 from .updates.qkv_span import QkvSpan as QkvSpan
 from .updates.round_unrolling import RoundUnrolling as RoundUnrolling
 from .weights.cloak_matching import CloakMatching as CloakMatching

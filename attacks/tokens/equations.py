@@ -38,6 +38,8 @@ _OUTLIER_FACTOR = 100
 
 _SAME_COSINE = 1 - 1e-6  # the cosine from which the results of two guesses are the same token
 
+_FREE_TWINS = 3e-3  # how far below one that cosine is for guesses of which no span is known, as for random starts
+
 _INVERSE_STEPS = 4
 """Steps of inverse iteration; each gains the square of the error of the search, so four are more than enough."""
 
@@ -236,21 +238,21 @@ def _start(mlp: Mlp, spans: Spans, number: int, draws: Sequence[Generator]) -> F
 def _refine_guesses(
     mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, tolerance: float
 ) -> Float[Tensor, "b k d"]:
-    """Return the tokens that the guesses lead to; similar ones are kept, because their known spans differ."""
+    """Return the tokens that the guesses lead to; similar ones are kept if their known spans differ."""
     found: list[Tensor] = []
     for u, base in zip(near.u.split(starts, 1), near.base.split(starts, 1), strict=True):
         # The guesses are searched from far, in the spans of the whole gradient, with what is known of each t.
         of = Near(u, base, near.Q)
         α = settle(mlp, whole, u @ whole.u.mT, steps, of, FAR)
         # A result is dropped if, beyond Q, its t no longer points along the known part of its own slot.
-        own = of.cosine(normalise(mlp, α @ whole.u)) > _SLOT_COSINE
+        own = (of.cosine(normalise(mlp, α @ whole.u)) > _SLOT_COSINE) | ~base.any(2)
         found.append(α.where(own[..., None], torch.nan))
     α = torch.cat(found, 1)
     # The median residual shows how exact the spans are; results far above it are not tokens.
     residual = outside(mlp, whole, α)
     usual = residual.where(residual.isfinite(), torch.nan).nanmedian(1).values.nan_to_num(0)
     limit = (_OUTLIER_FACTOR * usual).clamp_min(_FIRST_TOLERANCE).clamp_max(tolerance)
-    return _distinct(mlp, whole, α, limit, _SAME_COSINE)
+    return _distinct(mlp, whole, α, limit, _SAME_COSINE if near.base.any() else 1 - _FREE_TWINS)
 
 
 def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "*b s n"]) -> Float[Tensor, "*b s"]:

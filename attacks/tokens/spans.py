@@ -152,12 +152,17 @@ class Near(NamedTuple):
     """Guesses u of tokens, and what is known of each: its t lies in span(Q, base_s).
 
     The rows of `base` have unit length, and are orthogonal to the orthonormal columns of `Q`. Of several releases,
-    rows of NaN and columns of zeros follow where another one has more.
+    rows of NaN and columns of zeros follow where another one has more. Guesses alone have a base of zeros (`alone`).
     """
 
     u: Float[Tensor, "*b s d"]
     base: Float[Tensor, "*b s d"]
     Q: Float[Tensor, "*b d r"]
+
+    @classmethod
+    def alone(cls, u: Float[Tensor, "s d"]) -> "Near":
+        """Return guesses of which nothing else is known: every t lies in span(Q)."""
+        return cls(u, torch.zeros_like(u), torch.eye(u.shape[1]).to(u))
 
     @classmethod
     def of(cls, each: Sequence["Near | None"]) -> "Near | None":
