@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.solvers import replacement, slot_rows, token_count
 from privlab.attacks.tokens import Mlp, Near, Separated, place_patches, slots_by_law, tokens_of
 from privlab.attacks.updates.round_unrolling import RoundUnrolling, bundled, no_tokens
 from privlab.base import AtLeast0, AtLeast1, Fraction, draw_for
-from privlab.patches import permute
+from privlab.patches import patchify, unpatchify
 from privlab.release import Update, each_release, undecayed
 from privlab.threat import Capability, Client, Observation, Reconstruction, Stack
 from privlab.victims import first_block
@@ -33,6 +34,8 @@ _PRODUCTS, _FINEST = 1.5, 0.9
 to the width, in whose spans the tokens are refined once they are found."""
 
 _MOST_OF_WIDTH = 0.8  # most of the first, relative to the width
+
+_TOLD = 0.999  # the least cosine of a slot's token with one that was found; wrong ones are below 0.99
 
 _PHOTOGRAPHS = 28  # photographs, mirror images among them, whose tokens in masked slots are starts
 
@@ -57,7 +60,8 @@ class MjpUnrolling(RoundUnrolling):
        there are tokens. The search starts from the image of `mjp-subspace`, and from photographs.
     3. D equations of a token, s t = W x + b + e + a + a constant, with a what attention adds, leave x no freedom for
        K + 2 ≤ D; for K > D it lies in the row spaces of ∂W and ∂W_qkv too. All this is that of `round-unrolling`.
-    4. The masked patches, all of which fed E_unk, have no order in the first step: borders show their places.
+    4. The masked patches, all of which fed E_unk, have no order in the first step: borders show their places. Slots
+       without a token keep their patches of the first image, of which the masked ones are placed last.
 
     Without a mask there is nothing to separate, and the image solves Aᵀ X = G.
 
@@ -155,8 +159,14 @@ class MjpUnrolling(RoundUnrolling):
         # Masked slots are alike up to attention, so that their tokens take them in any order.
         placed = slots_by_law(Mlp.of(block), tokens.u, of_usual)
         images, tokens = self.complete(now, 1, count, placed, embedded, [n for n in (int(_FINEST * d),) if n > count])
-        order = place_patches(model, images[-1], masked)
-        return permute(images[-1][None], order[None], model.patch)[0], masked, tokens
+        # A slot is told if its token is one of those that were found. The others take their patches of `near`.
+        made = tokens_of(block, first.embed(images[-1][None]).double())[0, p:]
+        told = (normalize(made) @ normalize(tokens.u).mT).amax(1) > _TOLD
+        X, guess = (patchify(each, model.patch)[0] for each in (images[-1][None], near.to(images[-1])))
+        X = torch.where(told[:, None], X, guess)
+        # Masked patches without a token are placed last.
+        order = place_patches(model, unpatchify(X[None], model.image_shape)[0], masked, ~told & masked)
+        return unpatchify(X[order][None], model.image_shape)[0], masked, tokens
 
 
 def first_mask(seen: Observation, A: Float[Tensor, "n d"]) -> Bool[Tensor, " n"]:
