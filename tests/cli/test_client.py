@@ -153,7 +153,7 @@ def test_each_attack_reads_the_updates_that_it_declares(attack: Cli) -> None:
     assert "patch-update" not in of_gradients
     two_steps, one_step = ("client.steps=2",), ("client.steps=1",)
     for client, length, expected in (
-        ("sgd", two_steps, {"patch-update", "patch-gradient", "mjp-subspace"}),
+        ("sgd", two_steps, {"patch-update", "patch-gradient", "mjp-subspace", "mjp-unrolling"}),
         ("sgd", one_step, {"patch-update"} | of_gradients),
         ("adamw", one_step, {"patch-gradient", "adam-update"}),
     ):
