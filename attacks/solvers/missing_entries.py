@@ -35,7 +35,7 @@ def complete_entries(
     Args:
         A: the gradient of the position embeddings of N patches, with what the filter left at missing entries.
         G: the gradient of the patch projection.
-        variance_A: variances of the errors in A; those at missing entries are of the prior ã.
+        variance_A: variances of the errors in A; at missing entries that of the prior ã.
         variance_G: variances of the errors in G, large where an entry is missing.
         missing: the entries of A that are found.
     """

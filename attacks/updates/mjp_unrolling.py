@@ -118,7 +118,7 @@ class MjpUnrolling(RoundUnrolling):
         """Reconstruct the image of each client, and count the tokens that were found.
 
         Raises:
-            PrivlabError: if the observation is no update that this attack reads, or attention reads places.
+            PrivlabError: if this attack does not read such an update, or attention reads places.
         """
         client = self.client_of(seen, "the update of several steps of SGD on one image")
         usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))

@@ -42,7 +42,7 @@ def seen_of(model: VictimModel, images: Tensor, gamma: float = 0.27, **settings:
 
 
 def stored(crops: Tensor, count: int) -> Tensor:
-    """Return images of 256 grey levels, of the most contrast: patches that are alike have one token."""
+    """Return images of 256 grey levels, of the most contrast: equal patches have one token."""
     return crops[crops.std((1, 2, 3)).argsort(descending=True)[: 9 * count : 9]].double()
 
 

@@ -17,10 +17,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 MOST_DB = 0.1
-"""Results that differ by more, in dB, are counted apart."""
+"""Results that differ by more, in dB, are counted separately."""
 
 FINE_DB = 40
-"""PSNR from which a difference is no longer to be seen: it is of rounding errors that a solve amplifies."""
+"""PSNR from which a difference is no longer to be seen: a solve amplifies rounding errors."""
 
 PARTS = ("below", "above")
 """Results that are not exact, by `FINE_DB`: their number, that within `MOST_DB`, and the largest difference of each."""
@@ -36,7 +36,7 @@ BUNDLED: dict[str, dict[str, Any]] = {
         "options": ("gradient-matching.steps=10",),
     },
 }
-"""Cases with the whole budget of their attacks, beside those of test_attacks.py, whose searches are cut short."""
+"""Cases with the whole budget of their attacks; those of test_attacks.py cut searches short."""
 
 SMALL = ("adapter-separation", "qkv-span", "means", "qkv-completion")
 """Cases on 16 × 16 pixels, whose tokens are few enough for the rank that the client trains, or for their cost."""
