@@ -7,8 +7,8 @@ import msgspec
 
 from privlab.base import PrivlabError
 
-MOST_ROWS = 1_000_000
-"""The most rows of a result that are read; the largest of the package has 10,432."""
+MOST_ROWS = 2**16
+"""The most rows of a result that are read: one value may stand for all of a column. The package's most are 10,432."""
 
 MOST_COLUMNS = 100
 """The most columns of a result that are read."""
@@ -70,7 +70,9 @@ class _Column(TypedDict, total=False):
     codes: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
-class _Rows(TypedDict):
+class Rows(TypedDict):
+    """The rows of a result, by columns."""
+
     count: Annotated[int, msgspec.Meta(ge=0, le=MOST_ROWS)]
     columns: Annotated[dict[str, _Column], msgspec.Meta(max_length=MOST_COLUMNS)]
 
@@ -105,7 +107,7 @@ class Contents(TypedDict):
     photographs: list[str]
     admission: list[_Check]
     judged: dict[str, Any]
-    rows: _Rows
+    rows: Rows
     signature: _Signature
     pictures: NotRequired[dict[str, dict[str, Any]]]
     public_sha256: NotRequired[str | None]

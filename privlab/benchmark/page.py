@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -184,12 +185,13 @@ def _commands(row: Standing) -> list[str]:
     """Return the commands that measure an entry on the same photographs, and that measure a part of it again."""
     lines: list[str] = []
     for result in _results(row):
-        card, file = (f"experiments/benchmark/{name}/{result.path.stem}" for name in ("cards", "results"))
+        names = (f"cards/{result.path.stem}.toml", f"results/{result.path.stem}.json")
+        card, file = (shlex.quote(f"experiments/benchmark/{name}") for name in names)
         parts, weights = result.data["photographs"], _weights(result)
         images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
         public = " --public OWN" if result.data.get("public_sha256") else ""
-        lines.append(f"privlab benchmark submit {card}.toml{images}{public}{weights}")
-        lines.append(f"privlab benchmark verify {file}.json{public}{weights}")
+        lines.append(f"privlab benchmark submit {card}{images}{public}{weights}")
+        lines.append(f"privlab benchmark verify {file}{public}{weights}")
     if row.identity is not None:
         table, *identify = row.identity.commands
         lines += [table + _weights(_results(row)[0]), *identify]

@@ -140,6 +140,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     ("rows", "said"),
     [
         ({"count": 10**12, "columns": {"case": {"all": "x"}}}, "count"),
+        ({"count": 2**16 + 1, "columns": {"case": {"all": "x"}}}, "count"),
         ({"count": -1, "columns": {}}, "count"),
         ({"count": 1.0, "columns": {}}, "count"),
         ({"count": 1, "columns": []}, "columns"),

@@ -325,6 +325,8 @@ def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.n
     page = site_files([foreign])["table.html"]
     assert f"{folder}/one.toml --weights FILE\n" in page
     assert "verify experiments/benchmark/results/one.json --weights FILE\n" in page
+    page = site_files([replace(own, path=tmp_path / "one; two.json")])["table.html"]
+    assert "verify &#39;experiments/benchmark/results/one; two.json&#39;\n" in page
 
 
 @pytest.mark.slow

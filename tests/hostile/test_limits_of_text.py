@@ -1,5 +1,6 @@
 """Small tables, TOML and JSON that stand for much: reading one takes at most 4 GiB and 30 seconds."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from privlab.benchmark.cards import read_card
-from privlab.benchmark.results import read_result
+from privlab.benchmark.form import MOST_COLUMNS, MOST_ROWS, Rows, check_form
+from privlab.benchmark.results import from_rows, read_result
 from privlab.grids import read_experiment
 from privlab.images.manifest import read_labels, read_manifest
 
@@ -154,6 +156,19 @@ def _(path: Path) -> None:
 @bomb("JSON: wide at every depth", "a.json", read_result)
 def _(path: Path) -> None:
     path.write_text('{"x": [' + ",".join(["[" * 90 + "]" * 90] * 50_000) + "]}")
+
+
+def rows_of(path: Path) -> object:
+    """Read the rows of a result."""
+    given = json.loads(path.read_text())
+    check_form(given, Rows, path)
+    return from_rows(given)
+
+
+@bomb("JSON: one text for each of a hundred columns of a result", "a.json", rows_of)
+def _(path: Path) -> None:
+    columns = {f"c{i}": {"all": "x"} for i in range(MOST_COLUMNS)}
+    path.write_text(json.dumps({"count": MOST_ROWS, "columns": columns}))
 
 
 @pytest.mark.parametrize("description", BOMBS)
