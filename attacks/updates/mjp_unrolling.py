@@ -35,7 +35,7 @@ to the width, in whose spans the tokens are refined once they are found."""
 
 _MOST_OF_WIDTH = 0.8  # most of the first, relative to the width
 
-_TOLD = 0.999  # the least cosine of a slot's token with one that was found; wrong ones are below 0.99
+_SAME = 0.999  # the least cosine of a slot's token with one that was found for it to be the same
 
 _PHOTOGRAPHS = 28  # photographs, mirror images among them, whose tokens in masked slots are starts
 
@@ -156,16 +156,17 @@ class MjpUnrolling(RoundUnrolling):
         tokens = self.tokens(block, now, [0], count, guessed, usual_masked, most=len(of_near))[0]
         if not len(tokens.u):
             return near[0], masked, tokens._replace(wanted=len(of_near))
-        # Masked slots are alike up to attention, so that their tokens take them in any order.
+        # All masked slots have the same embedding, so that any order of their tokens will do.
         placed = slots_by_law(Mlp.of(block), tokens.u, of_usual)
-        images, tokens = self.complete(now, 1, count, placed, embedded, [n for n in (int(_FINEST * d),) if n > count])
-        # A slot is told if its token is one of those that were found. The others take their patches of `near`.
+        finest = int(_FINEST * d)
+        images, tokens = self.complete(now, 1, count, placed, embedded, [finest] if finest > count else [])
+        # A patch was found if the token of its slot is one of those found. Other slots keep their patches of `near`.
         made = tokens_of(block, first.embed(images[-1][None]).double())[0, p:]
-        told = (normalize(made) @ normalize(tokens.u).mT).amax(1) > _TOLD
+        found = (normalize(made) @ normalize(tokens.u).mT).amax(1) > _SAME
         X, guess = (patchify(each, model.patch)[0] for each in (images[-1][None], near.to(images[-1])))
-        X = torch.where(told[:, None], X, guess)
+        X = torch.where(found[:, None], X, guess)
         # Masked patches without a token are placed last.
-        order = place_patches(model, unpatchify(X[None], model.image_shape)[0], masked, ~told & masked)
+        order = place_patches(model, unpatchify(X[None], model.image_shape)[0], masked, ~found & masked)
         return unpatchify(X[order][None], model.image_shape)[0], masked, tokens
 
 
