@@ -5,13 +5,14 @@
 # 1. `_bins` takes differences of adjacent neurons: each is the sum over the tokens of one slot in one bin.
 # 2. `_separate` divides bins of one token by their bias, and takes found tokens out of the bins of other quantities.
 # 3. `_images` sorts the tokens of all slots into images, by the loss gradient that the tokens of an image share.
+#    Tokens of masked patches (MJP) have one place together, and borders show their slots.
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -27,9 +28,10 @@ from privlab.attacks.dishonest.layout import (
     patch_transform,
     points_on_sphere,
 )
+from privlab.attacks.tokens import place_patches
 from privlab.base import PrivlabError
-from privlab.patches import unpatchify
-from privlab.threat import Capability, Client, Observation
+from privlab.patches import permute, unpatchify
+from privlab.threat import Capability, Client, Observation, Reconstruction
 from privlab.victims import VictimModel
 
 _SCALES = (0.058, 0.057, 0.032, 0.03, 0.029, 0.021, 0.021, 0.155, 0.016, 0.04, 0.019, 0.018)
@@ -45,6 +47,9 @@ _FEWEST_BINS = 4
 _BRIGHTNESS = 0.4
 """The share of the bins that the brightness has."""
 
+_UNKNOWN = 0.35
+"""The share of the neurons that see the tokens with E_unk, where there is one."""
+
 _SHARPNESS = 4000.0
 """The pre-activations that the narrowest bin spans. GELU is 0 or the identity but for about 10 of them."""
 
@@ -53,8 +58,8 @@ _RESERVED = 5
 
 _KINDS = ("weight", "bias")
 
-_FORWARD = 1e-14
-"""The weight of the MLPs' output. It reaches the gradient only, so that every block sees the same tokens."""
+_FORWARD = 1e-14, 1e-18
+"""The weight of the MLPs' output without E_unk, and with it: narrower bins have larger outputs."""
 
 _NOTHING = 1e-4
 """The share of the largest Σ δ of a slot below which a bin is empty."""
@@ -84,6 +89,21 @@ _EQUAL = 1e-7
 """The mean squared difference of two tokens that are one."""
 
 
+class _Bins(NamedTuple):
+    """Of the m neurons of a place the coefficient that each measures, and the ends of its bin.
+
+    The first bin of each coefficient begins below, and the last one ends above all values.
+    """
+
+    coefficient: Int[Tensor, " m"]
+    low: Float[Tensor, " m"]
+    high: Float[Tensor, " m"]
+
+    def less_next(self, above: Float[Tensor, "*t m"]) -> Float[Tensor, "*t m"]:
+        """Return what is in each bin, of what is above its lower end: what each neuron has more than the next."""
+        return above - torch.where(self.high.isinf(), 0.0, above.roll(-1, -1))
+
+
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """The layout of channels and neurons for a model, from its architecture and normalisation alone."""
@@ -105,6 +125,11 @@ class _Plan:
         """Return N."""
         return self.model.vit.patch_embed.num_patches
 
+    @property
+    def places(self) -> int:
+        """Return N, or N + 1 with E_unk, which all tokens without a slot share as their place."""
+        return self.slots + (self.model.unk_embed is not None)
+
     @cached_property
     def largest(self) -> float:
         """Return R, the largest value of a coefficient: that of the mean of a white patch, whose values are 1."""
@@ -117,14 +142,19 @@ class _Plan:
 
     @cached_property
     def points(self) -> Float[Tensor, "n 3"]:
-        """Return a point of the unit sphere for each slot."""
-        return points_on_sphere(self.slots)
+        """Return a point of the unit sphere for each place."""
+        return points_on_sphere(self.places)
 
     @cached_property
     def known(self) -> Float[Tensor, "n 5"]:
-        """Return the values of the reserved channels in each slot."""
+        """Return the values of the reserved channels in each place."""
         places = self.constant * self.points
         return torch.cat([places.new_tensor([self.constant, 0.0]).expand(len(places), 2), places], 1)
+
+    @property
+    def forward(self) -> float:
+        """Return the weight of the MLPs' output. It reaches the gradient only: every block sees the same tokens."""
+        return _FORWARD[self.places > self.slots]
 
     @property
     def eps(self) -> float:
@@ -133,13 +163,14 @@ class _Plan:
         return first.norm2.eps
 
     @cached_property
-    def edges(self) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
-        """Return of the m neurons of a slot the coefficient that they measure, and the ends of their bins.
+    def bins(self) -> list[_Bins]:
+        """Return the bins of each place."""
+        count, N = sum(_widths(self.model)), self.slots
+        unknown = int(_UNKNOWN * count) if self.places > N else 0
+        return [self._cut((count - unknown) // N)] * N + ([self._cut(unknown)] if unknown else [])
 
-        The first bin of each coefficient begins below, and the last one ends above all values. Bins of a coefficient
-        are equally likely.
-        """
-        m = sum(_widths(self.model)) // self.slots
+    def _cut(self, m: int) -> _Bins:
+        """Return m bins. Those of a coefficient are equally likely."""
         others = int((1 - _BRIGHTNESS) * m)
         used = _SCALES[: min(others // _FEWEST_BINS, len(self.transform) - 1)]
         counts = [others // len(used)] * len(used) if used else []
@@ -153,38 +184,37 @@ class _Plan:
                 inner = _SCALES[index - 1] * self.largest * from_half.sign() * size
             ends = torch.cat([inner.new_tensor([-1.25 * self.largest]), inner, inner.new_tensor([math.inf])])
             columns.append((torch.full((count,), index), ends[:-1], ends[1:]))
-        coefficient, low, high = (torch.cat(parts) for parts in zip(*columns, strict=True))
-        return coefficient, low, high
+        return _Bins(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
 
     @cached_property
     def gate(self) -> float:
-        """Return the factor G of the points, by which a token of any other slot is below all edges."""
+        """Return the factor G of the points, by which a token of any other place is below all edges."""
         return 2.5 * self.largest / nearest_angle(self.points)
 
-    @cached_property
-    def slope(self) -> float:
-        """Return the factor α of all pre-activations."""
-        _, low, high = self.edges
-        inner = (high - low)[(low > -self.largest) & high.isfinite()]
+    def _slope(self, bins: _Bins) -> float:
+        """Return the factor α of the pre-activations of a place."""
+        inner = (bins.high - bins.low)[(bins.low > -self.largest) & bins.high.isfinite()]
         narrowest = float(inner.min()) if len(inner) else self.largest
         deviation = math.sqrt((self.transform.shape[1] + 2 * self.constant**2) / self.model.vit.embed_dim)
         return _SHARPNESS * deviation / narrowest
 
     @cached_property
-    def neurons(self) -> Float[Tensor, "h d"]:
-        """Return the weights of all neurons, slot by slot.
+    def neurons(self) -> list[Float[Tensor, "m d"]]:
+        """Return the weights of the neurons of each place.
 
-        Neuron (n, i) computes α (q − τ_i − G (1 − cos Δ)) / σ for coefficient q of a token at the angle Δ from slot n.
+        Neuron (n, i) computes α (q − τ_i − G (1 − cos Δ)) / σ for coefficient q of a token at the angle Δ from place n.
         Its weights add up to 0, since LayerNorm takes the mean from all channels; channel 1, which is 0, has the rest.
         """
-        coefficient, low, _ = self.edges
-        m, D = len(coefficient), self.model.vit.embed_dim
-        weights = torch.zeros(self.slots, m, D, dtype=torch.float64)
-        weights[:, :, 0] = -(low + self.gate) / self.constant
-        weights[:, :, 2:_RESERVED] = self.points[:, None] * (self.gate / self.constant)
-        weights[:, torch.arange(m), _RESERVED + coefficient] += 1
-        weights[:, :, 1] = -weights.sum(2)
-        return self.slope * weights.flatten(0, 1)
+        made: list[Tensor] = []
+        for point, bins in zip(self.points, self.bins, strict=True):
+            m = len(bins.low)
+            weights = torch.zeros(m, self.model.vit.embed_dim, dtype=torch.float64)
+            weights[:, 0] = -(bins.low + self.gate) / self.constant
+            weights[:, 2:_RESERVED] = point * (self.gate / self.constant)
+            weights[torch.arange(m), _RESERVED + bins.coefficient] += 1
+            weights[:, 1] = -weights.sum(1)
+            made.append(self._slope(bins) * weights)
+        return made
 
     @cached_property
     def readout(self) -> Float[Tensor, " d"]:
@@ -200,12 +230,12 @@ def _widths(model: VictimModel) -> list[int]:
     return [model.vit.get_parameter(f"blocks.{i}.mlp.fc1.weight").shape[0] for i in range(len(model.vit.blocks) - 1)]
 
 
-def _token_gain(model: VictimModel, images: int, client: Client | None) -> float:
+def _token_gain(model: VictimModel, images: int, client: Client | None, forward: float) -> float:
     """Return Γ, with which gradients are far above the rounding of the weights, and of Adam as large as its ε."""
     if client is None or client.optimiser == "sgd":
-        return 1e14
+        return 1 / forward
     # The δ of a token is about 0.1 / (N B) of the weight of the MLPs' output, and an entry of u at most √D.
-    delta = 0.1 * _FORWARD / (model.vit.patch_embed.num_patches * images)
+    delta = 0.1 * forward / (model.vit.patch_embed.num_patches * images)
     return client.eps / (delta * math.sqrt(model.vit.embed_dim))
 
 
@@ -247,10 +277,13 @@ class TokenBins:
     The bound: (L − 1) 4D neurons separate at most as many tokens, B N ≤ 4 D (L − 1) for B images of N patches: 172
     images of 224 pixels for ViT-B. A patch has K pixel values, and a token D − 5 channels for them.
 
-    4. For K > D − 5 the coefficients of the highest frequencies and of colour have no channel. They are those that make
+    4. Tokens of masked patches (MJP) share one more place, which the bias of the embedding gives, with 35 % of the
+    neurons. Their ρ shows the image, and borders show the slot.
+
+    5. For K > D − 5 the coefficients of the highest frequencies and of colour have no channel. They are those that make
     all pixels of the patch whole grey levels, where few are lost.
 
-    5. A further factor Γ in LayerNorm, which the neurons divide by, makes the update of an SGD client exact too. For a
+    6. A further factor Γ in LayerNorm, which the neurons divide by, makes the update of an SGD client exact too. For a
     client of Adam it makes gradients as small as ε, and the first step is inverted: g = ε r / (1 − |r|), r = −Δ / η.
 
     Exact if: K ≤ D − 5, and no two tokens of a slot share all their bins. With K > D − 5 some or all high frequencies
@@ -275,6 +308,8 @@ class TokenBins:
         {Capability.KNOWS_WEIGHTS, Capability.CHOOSES_WEIGHTS, Capability.PLAIN_BLOCK, Capability.LEARNABLE_PE_GRADIENT}
     )
     parameters: ClassVar[tuple[str, ...]] = ("*",)
+    knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
+    places: ClassVar[bool] = True  # masked patches are put in order
     updates_of: ClassVar[tuple[str, ...]] = ("adam", "adamw")
 
     @staticmethod
@@ -285,7 +320,7 @@ class TokenBins:
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition on the width or on the number of tokens that does not hold, with its numbers."""
         vit, plan = seen.model.vit, _Plan(seen.model)
-        K, room, most = plan.transform.shape[1], vit.embed_dim - _RESERVED, len(plan.neurons)
+        K, room, most = plan.transform.shape[1], vit.embed_dim - _RESERVED, sum(map(len, plan.neurons))
         if room < K:
             return f"K = {K} > D - {_RESERVED} = {room}"
         tokens = seen.images_per_release * plan.slots
@@ -312,18 +347,22 @@ class TokenBins:
         proj = state["patch_embed.proj.weight"].flatten(1)
         proj[_RESERVED : _RESERVED + rows] = plan.transform * (2 * std)
         state["patch_embed.proj.bias"][_RESERVED : _RESERVED + rows] = plan.transform @ (2 * mean - 1)
-        state["pos_embed"][0, -plan.slots :, :_RESERVED] = plan.known
+        state["pos_embed"][0, -plan.slots :, :_RESERVED] = plan.known[: plan.slots]
+        if model.unk_embed is not None:  # 0, and the bias has the place of all that have no position embedding
+            state["unk_embed"] = torch.zeros_like(model.unk_embed)
+            state["patch_embed.proj.bias"][:_RESERVED] = plan.known[-1]
+            state["pos_embed"][0, -plan.slots :, :_RESERVED] -= plan.known[-1]
         for name in ("cls_token", "reg_token"):
             if name in state:
                 state[name][..., 0] = plan.constant
         # The neurons, slot by slot, in all blocks but the last; each block's output goes to the constant channel.
         # LayerNorm multiplies tokens by Γ and neurons divide by it: updates of small weights lose less to rounding.
-        neurons, gain, done = plan.neurons, _token_gain(model, images, client), 0
+        neurons, gain, done = torch.cat(plan.neurons), _token_gain(model, images, client, plan.forward), 0
         for i, width in enumerate(_widths(model)):
             own = neurons[done : done + width]
             state[f"blocks.{i}.norm2.weight"] *= gain
             state[f"blocks.{i}.mlp.fc1.weight"][: len(own)] = own / gain
-            state[f"blocks.{i}.mlp.fc2.weight"][0] = _FORWARD
+            state[f"blocks.{i}.mlp.fc2.weight"][0] = plan.forward
             done += len(own)
         # The last attention is uniform: channel D − 1 of the class token becomes κ times the mean of v·u.
         D = vit.embed_dim
@@ -332,58 +371,53 @@ class TokenBins:
         state["head.weight"][1::2, D - 1] = -5.0
         return {name: weight.to(model.mean) for name, weight in state.items()}
 
-    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+    def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the images of each release, in any order."""
-        return torch.cat([self._release(release, _Plan(seen.model)) for release in seen.each()])
+        return Reconstruction.join([self._release(release, _Plan(seen.model)) for release in seen.each()])
 
-    def _release(self, seen: Observation, plan: _Plan) -> Float[Tensor, "b c h w"]:
+    def _release(self, seen: Observation, plan: _Plan) -> Reconstruction:
         names = [f"blocks.{i}.mlp.fc1.{kind}" for i in range(len(seen.model.vit.blocks) - 1) for kind in _KINDS]
-        sums, biases = _bins(adam_inverted(seen, names), plan)
+        sums = _bins(adam_inverted(seen, names), plan)
         slots: list[Tensor] = []
         tokens: list[Tensor] = []
         deltas: list[Tensor] = []
-        for n in range(plan.slots):
-            found, weights = _separate(sums[n], biases[n], plan, n)
+        for n in range(plan.places):
+            found, weights = _separate(*sums[n], plan, n)
             slots.append(torch.full((len(found),), n))
             tokens.append(found)
             deltas.append(weights)
         return _images(torch.cat(slots), torch.cat(tokens), torch.cat(deltas), plan, seen.images_per_release)
 
 
-def _bins(gradients: Mapping[str, Tensor], plan: _Plan) -> tuple[Float[Tensor, "n m d"], Float[Tensor, "n m"]]:
-    """Return of each bin of each slot Σ δ u and Σ δ over its tokens: differences of adjacent neurons."""
-    m = len(plan.edges[0])
-    blocks = range(len(plan.model.vit.blocks) - 1)
+def _bins(gradients: Mapping[str, Tensor], plan: _Plan) -> list[tuple[Float[Tensor, "m d"], Float[Tensor, " m"]]]:
+    """Return of each bin of each place Σ δ u and Σ δ over its tokens: differences of adjacent neurons."""
+    blocks, counts = range(len(plan.model.vit.blocks) - 1), [len(bins.low) for bins in plan.bins]
 
-    def joined(name: str) -> Tensor:
+    def joined(name: str) -> tuple[Tensor, ...]:
         parts = [gradients[f"blocks.{i}.mlp.fc1.{name}"][0] for i in blocks]
-        return torch.cat(parts)[: plan.slots * m].double().unflatten(0, (plan.slots, m)).cpu()
+        return torch.cat(parts)[: sum(counts)].double().cpu().split(counts)
 
-    above, above_bias = (
-        joined("weight") / float(plan.model.vit.get_parameter("blocks.0.norm2.weight")[0]),
-        joined("bias"),
-    )
-    is_last = plan.edges[2].isinf()  # above the last edge of a coefficient there is nothing to take away
-    next_up = torch.where(is_last[:, None], 0.0, above.roll(-1, 1))
-    return above - next_up, above_bias - torch.where(is_last, 0.0, above_bias.roll(-1, 1))
+    gain = float(plan.model.vit.get_parameter("blocks.0.norm2.weight")[0])
+    both = zip(plan.bins, joined("weight"), joined("bias"), strict=True)
+    return [(bins.less_next(weight.mT / gain).mT, bins.less_next(bias)) for bins, weight, bias in both]
 
 
 def _separate(
-    sums: Float[Tensor, "m d"], biases: Float[Tensor, " m"], plan: _Plan, slot: int
+    sums: Float[Tensor, "m d"], biases: Float[Tensor, " m"], plan: _Plan, place: int
 ) -> tuple[Float[Tensor, "t d"], Float[Tensor, " t"]]:
-    """Return the tokens u of one slot and their δ, from the bins that hold one token; found ones leave other bins."""
-    neurons = plan.neurons.unflatten(0, (plan.slots, -1))[slot]
+    """Return the tokens u of one place and their δ, from the bins that hold one token; found ones leave other bins."""
+    neurons, bins = plan.neurons[place], plan.bins[place]
     found, deltas = sums[:0], biases[:0]
     floor = _NOTHING * float(biases.abs().max())
     while True:
         filled = (biases.abs() > floor).nonzero().flatten()
         u = sums[filled] / biases[filled, None]
-        a, _, misfit = _scale(u, plan.known[slot])
+        a, _, misfit = _scale(u, plan.known[place])
         # LayerNorm divides by √(σ² + ε) = 1 / a, so that the mean of u² is σ² / (σ² + ε) = 1 − ε a².
         norm = (u.square().mean(1) - 1 + plan.eps * a[:, 0].square()).abs()
         alone = (norm < _NORM) & (misfit < _MISFIT)
         filled, u = filled[alone], u[alone]
-        shares = _shares(u, neurons, plan)  # of each candidate in each bin
+        shares = _shares(u, neurons, bins)  # of each candidate in each bin
         # A token next to an edge is in two bins; its δ is read where nearly all of it is in the bin.
         inside = shares[torch.arange(len(u)), filled] > _INSIDE
         filled, u, shares = filled[inside], u[inside], shares[inside]
@@ -397,12 +431,11 @@ def _separate(
         sums, biases = sums - part.T @ u, biases - part.sum(0)
 
 
-def _shares(u: Float[Tensor, "t d"], neurons: Float[Tensor, "m d"], plan: _Plan) -> Float[Tensor, "t m"]:
+def _shares(u: Float[Tensor, "t d"], neurons: Float[Tensor, "m d"], bins: _Bins) -> Float[Tensor, "t m"]:
     """Return the share of tokens in each bin: GELU'(h) of its neuron less that of the next."""
     h = u @ neurons.T
     # d/dh h Φ(h) = Φ(h) + h φ(h) with the standard normal distribution function Φ and density φ.
-    slope = torch.special.ndtr(h) + h * torch.exp(-h.square() / 2) / math.sqrt(2 * math.pi)
-    return slope - torch.where(plan.edges[2].isinf(), 0.0, slope.roll(-1, 1))
+    return bins.less_next(torch.special.ndtr(h) + h * torch.exp(-h.square() / 2) / math.sqrt(2 * math.pi))
 
 
 def _scale(u: Float[Tensor, "t d"], known: Float[Tensor, "*t 5"]) -> tuple[Tensor, Tensor, Float[Tensor, " t"]]:
@@ -424,7 +457,7 @@ def _first_of_equals(u: Float[Tensor, "t d"], before: Float[Tensor, "s d"]) -> l
 
 def _images(
     slots: Tensor, tokens: Float[Tensor, "t d"], deltas: Float[Tensor, " t"], plan: _Plan, count: int
-) -> Float[Tensor, "b c h w"]:
+) -> Reconstruction:
     """Return images of tokens that were found, sorted by the loss gradient ρ that the tokens of an image share.
 
     Args:
@@ -441,16 +474,25 @@ def _images(
     values = ((tokens - b) / a)[:, _RESERVED : _RESERVED + len(plan.transform)] @ plan.transform
     patches = torch.full((count, plan.slots, values.shape[1]), math.nan, dtype=values.dtype)
     values = _completed(values, plan.whole[len(plan.transform) :])
-    groups = _grouped(rho, slots, count)
+    shown = slots < plan.slots
+    groups = _grouped(rho[shown], slots[shown], count)
     for image, members in enumerate(groups):
         patches[image, slots[members]] = values[members]
     if groups:
-        _fill(patches, groups, rho, slots, values)
-    for image in patches:
-        missing = image.isnan().any(1)
+        _fill(patches, groups, rho[shown], slots[shown], values[shown])
+    masked, hidden = patches.isnan().any(2), slots == plan.slots
+    if groups and hidden.any():
+        _fill_masked(patches, [rho[members].median() for members in groups], rho[hidden], values[hidden])
+    lost = patches.isnan().any(2)
+    for image, missing in zip(patches, lost, strict=True):
         image[missing] = image[~missing].mean(0) if (~missing).any() else 0.0
-    pixels = unpatchify((patches + 1) / 2, plan.model.image_shape)
-    return pixels.clamp(0, 1).to(plan.model.mean)
+    pixels = unpatchify((patches + 1) / 2, plan.model.image_shape).clamp(0, 1).to(plan.model.mean)
+    if plan.places == plan.slots:
+        return Reconstruction(pixels)
+    if hidden.any() and plan.model.patch >= 3:  # borders need three pixels
+        orders = [place_patches(plan.model, *each) for each in zip(pixels, masked, lost, strict=True)]
+        pixels = permute(pixels, torch.stack(orders), plan.model.patch)
+    return Reconstruction(pixels, loose=masked.to(pixels.device))
 
 
 def _completed(values: Float[Tensor, "t k"], lost: Float[Tensor, "l k"]) -> Float[Tensor, "t k"]:
@@ -518,6 +560,32 @@ def _fill(
         if missing := _missing(patches, slot, len(groups)):
             nearest = int((means[missing] - rho[token]).abs().argmin())
             patches[missing[nearest], slot] = values[token]
+
+
+def _fill_masked(
+    patches: Float[Tensor, "b n k"], means: list[Tensor], rho: Float[Tensor, " t"], values: Float[Tensor, "t k"]
+) -> None:
+    """Put the tokens of masked patches into images that lack patches, into any slots there.
+
+    Equal patches of an image, or of two, are one token with the sum of their ρ.
+
+    Args:
+        patches: the patches of each image, nan where one is missing.
+        means: the ρ of each of the first images.
+        rho: the ρ of each token.
+        values: the patch of each token.
+    """
+    lacks = [image.isnan().any(1).nonzero().flatten().tolist() for image in patches]
+    images = [i for i in range(len(means)) if lacks[i]]
+    owners = [(i,) * n for i in images for n in range(1, len(lacks[i]) + 1)] + [*combinations(images, 2)]
+    if not owners:
+        return
+    sums = torch.stack([torch.stack([means[i] for i in each]).sum() for each in owners])
+    off, best = (rho[:, None] / sums - 1).abs().min(1)
+    for token in off.argsort().tolist():
+        for i in owners[best[token]]:
+            if lacks[i]:
+                patches[i, lacks[i].pop()] = values[token]
 
 
 def _missing(patches: Float[Tensor, "b n k"], slot: int, count: int) -> list[int]:
