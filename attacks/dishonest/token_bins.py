@@ -1,7 +1,7 @@
 """`token-bins`: each patch of a large batch, from neurons that fire for one slot above one brightness or colour."""
 
-# `_Plan` lays out the channels of a token and the bins of each slot; `choose` writes them into the weights.
-# Then, from the gradients of the MLPs' first layers:
+# `Plan` (token_plan.py) lays out the channels of a token and the bins of each slot; `choose` writes them into the
+# weights. Then, from the gradients of the MLPs' first layers:
 # 1. `_bins` takes differences of adjacent neurons: each is the sum over the tokens of one slot in one bin.
 # 2. `_separate` divides bins of one token by their bias, and takes found tokens out of the bins of other quantities.
 # 3. `_images` sorts the tokens of all slots into images, by the loss gradient that the tokens of an image share.
@@ -10,12 +10,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.dishonest.layout import (
@@ -23,43 +22,16 @@ from privlab.attacks.dishonest.layout import (
     has_class_token,
     last_reads_mean,
     more_than_a_step,
-    nearest_angle,
     pass_through,
-    patch_transform,
-    points_on_sphere,
 )
+from privlab.attacks.dishonest.token_plan import RESERVED, Bins, Plan, widths
 from privlab.attacks.tokens import place_patches
 from privlab.base import PrivlabError
 from privlab.patches import permute, unpatchify
 from privlab.threat import Capability, Client, Observation, Reconstruction
 from privlab.victims import VictimModel
 
-_SCALES = (0.058, 0.057, 0.032, 0.03, 0.029, 0.021, 0.021, 0.155, 0.016, 0.04, 0.019, 0.018)
-"""The mean size of the coefficients 1, 2, … of a patch in the order of `patch_transform`, by the largest value.
-
-It is that of the photographs that come along; bins of them are quantiles of Laplace distributions. Coefficient 0, the
-brightness, is taken as uniform.
-"""
-
-_FEWEST_BINS = 4
-"""The least bins of a coefficient behind the brightness; where there are few neurons, fewer coefficients are used."""
-
-_BRIGHTNESS = 0.4
-"""The share of the bins that the brightness has."""
-
-_UNKNOWN = 0.35
-"""The share of the neurons that see the tokens with E_unk, where there is one."""
-
-_SHARPNESS = 4000.0
-"""The pre-activations that the narrowest bin spans. GELU is 0 or the identity but for about 10 of them."""
-
-_RESERVED = 5
-"""Channels of a token that hold no pixels: a constant, a zero, and the point of its slot on a sphere."""
-
 _KINDS = ("weight", "bias")
-
-_FORWARD = 1e-14, 1e-18
-"""The weight of the MLPs' output without E_unk, and with it: narrower bins have larger outputs."""
 
 _NOTHING = 1e-4
 """The share of the largest Σ δ of a slot below which a bin is empty."""
@@ -89,147 +61,6 @@ _EQUAL = 1e-7
 """The mean squared difference of two tokens that are one."""
 
 
-class _Bins(NamedTuple):
-    """Of the m neurons of a place the coefficient that each measures, and the ends of its bin.
-
-    The first bin of each coefficient begins below, and the last one ends above all values.
-    """
-
-    coefficient: Int[Tensor, " m"]
-    low: Float[Tensor, " m"]
-    high: Float[Tensor, " m"]
-
-    def less_next(self, above: Float[Tensor, "*t m"]) -> Float[Tensor, "*t m"]:
-        """Return what is in each bin, of what is above its lower end: what each neuron has more than the next."""
-        return above - torch.where(self.high.isinf(), 0.0, above.roll(-1, -1))
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """The layout of channels and neurons for a model, from its architecture and normalisation alone."""
-
-    model: VictimModel
-
-    @cached_property
-    def whole(self) -> Float[Tensor, "k k"]:
-        """Return the whole transform of a patch."""
-        return patch_transform(self.model.image_shape[0], self.model.patch)
-
-    @property
-    def transform(self) -> Float[Tensor, "d k"]:
-        """Return T, the rows of the transform for which there are channels, D − 5 at most."""
-        return self.whole[: self.model.vit.embed_dim - _RESERVED]
-
-    @property
-    def slots(self) -> int:
-        """Return N."""
-        return self.model.vit.patch_embed.num_patches
-
-    @property
-    def places(self) -> int:
-        """Return N, or N + 1 with E_unk, which all tokens without a slot share as their place."""
-        return self.slots + (self.model.unk_embed is not None)
-
-    @cached_property
-    def largest(self) -> float:
-        """Return R, the largest value of a coefficient: that of the mean of a white patch, whose values are 1."""
-        return math.sqrt(self.transform.shape[1])
-
-    @property
-    def constant(self) -> float:
-        """Return C, the value of the constant channel and the radius of the sphere of slots."""
-        return self.largest / 4
-
-    @cached_property
-    def points(self) -> Float[Tensor, "n 3"]:
-        """Return a point of the unit sphere for each place."""
-        return points_on_sphere(self.places)
-
-    @cached_property
-    def known(self) -> Float[Tensor, "n 5"]:
-        """Return the values of the reserved channels in each place."""
-        places = self.constant * self.points
-        return torch.cat([places.new_tensor([self.constant, 0.0]).expand(len(places), 2), places], 1)
-
-    @property
-    def forward(self) -> float:
-        """Return the weight of the MLPs' output. It reaches the gradient only: every block sees the same tokens."""
-        return _FORWARD[self.places > self.slots]
-
-    @property
-    def eps(self) -> float:
-        """Return ε of LayerNorm."""
-        first: Any = self.model.vit.blocks[0]
-        return first.norm2.eps
-
-    @cached_property
-    def bins(self) -> list[_Bins]:
-        """Return the bins of each place."""
-        count, N = sum(_widths(self.model)), self.slots
-        unknown = int(_UNKNOWN * count) if self.places > N else 0
-        return [self._cut((count - unknown) // N)] * N + ([self._cut(unknown)] if unknown else [])
-
-    def _cut(self, m: int) -> _Bins:
-        """Return m bins. Those of a coefficient are equally likely."""
-        others = int((1 - _BRIGHTNESS) * m)
-        used = _SCALES[: min(others // _FEWEST_BINS, len(self.transform) - 1)]
-        counts = [others // len(used)] * len(used) if used else []
-        columns: list[tuple[Tensor, Tensor, Tensor]] = []
-        for index, count in enumerate([m - sum(counts), *counts]):
-            p = torch.arange(1, count, dtype=torch.float64) / count
-            inner = (2 * p - 1) * self.largest
-            if index > 0:  # quantiles of a Laplace distribution
-                from_half = p - 0.5
-                size = -(1 - 2 * from_half.abs()).log()
-                inner = _SCALES[index - 1] * self.largest * from_half.sign() * size
-            ends = torch.cat([inner.new_tensor([-1.25 * self.largest]), inner, inner.new_tensor([math.inf])])
-            columns.append((torch.full((count,), index), ends[:-1], ends[1:]))
-        return _Bins(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
-
-    @cached_property
-    def gate(self) -> float:
-        """Return the factor G of the points, by which a token of any other place is below all edges."""
-        return 2.5 * self.largest / nearest_angle(self.points)
-
-    def _slope(self, bins: _Bins) -> float:
-        """Return the factor α of the pre-activations of a place."""
-        inner = (bins.high - bins.low)[(bins.low > -self.largest) & bins.high.isfinite()]
-        narrowest = float(inner.min()) if len(inner) else self.largest
-        deviation = math.sqrt((self.transform.shape[1] + 2 * self.constant**2) / self.model.vit.embed_dim)
-        return _SHARPNESS * deviation / narrowest
-
-    @cached_property
-    def neurons(self) -> list[Float[Tensor, "m d"]]:
-        """Return the weights of the neurons of each place.
-
-        Neuron (n, i) computes α (q − τ_i − G (1 − cos Δ)) / σ for coefficient q of a token at the angle Δ from place n.
-        Its weights add up to 0, since LayerNorm takes the mean from all channels; channel 1, which is 0, has the rest.
-        """
-        made: list[Tensor] = []
-        for point, bins in zip(self.points, self.bins, strict=True):
-            m = len(bins.low)
-            weights = torch.zeros(m, self.model.vit.embed_dim, dtype=torch.float64)
-            weights[:, 0] = -(bins.low + self.gate) / self.constant
-            weights[:, 2:_RESERVED] = point * (self.gate / self.constant)
-            weights[torch.arange(m), _RESERVED + bins.coefficient] += 1
-            weights[:, 1] = -weights.sum(1)
-            made.append(self._slope(bins) * weights)
-        return made
-
-    @cached_property
-    def readout(self) -> Float[Tensor, " d"]:
-        """Return v: the last attention takes the mean over the tokens u of v·u, from which the loss follows."""
-        v = torch.zeros(self.model.vit.embed_dim, dtype=torch.float64)
-        v[0] = 1
-        v[_RESERVED] = 0.5  # of brightness, so that no two images have the same loss
-        return v
-
-
-def _widths(model: VictimModel) -> list[int]:
-    """Return the neurons of the MLP of each block but the last, which sees the class token alone."""
-    return [model.vit.get_parameter(f"blocks.{i}.mlp.fc1.weight").shape[0] for i in range(len(model.vit.blocks) - 1)]
-
-
 def _token_gain(model: VictimModel, images: int, client: Client | None, forward: float) -> float:
     """Return Γ, with which gradients are far above the rounding of the weights, and of Adam as large as its ε."""
     if client is None or client.optimiser == "sgd":
@@ -246,7 +77,7 @@ def _obstacle(model: VictimModel) -> str | None:
         return "it needs a class token that one head reads, and position embeddings"
     if vit.num_classes < 2:
         return f"it needs at least 2 classes, and the model has {vit.num_classes}"
-    if (found := sum(_widths(model))) < vit.patch_embed.num_patches:
+    if (found := sum(widths(model))) < vit.patch_embed.num_patches:
         return f"it needs a neuron for each patch before the last block. Found {found}"
     return None
 
@@ -319,10 +150,10 @@ class TokenBins:
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition on the width or on the number of tokens that does not hold, with its numbers."""
-        vit, plan = seen.model.vit, _Plan(seen.model)
-        K, room, most = plan.transform.shape[1], vit.embed_dim - _RESERVED, sum(map(len, plan.neurons))
+        vit, plan = seen.model.vit, Plan(seen.model)
+        K, room, most = plan.transform.shape[1], vit.embed_dim - RESERVED, sum(map(len, plan.neurons))
         if room < K:
-            return f"K = {K} > D - {_RESERVED} = {room}"
+            return f"K = {K} > D - {RESERVED} = {room}"
         tokens = seen.images_per_release * plan.slots
         return None if tokens <= most else f"{tokens} tokens > {most} neurons"
 
@@ -339,26 +170,26 @@ class TokenBins:
         """
         if (why := _obstacle(model)) is not None:
             raise PrivlabError(f"Attack '{self.name}' cannot choose weights for this model: {why}.")
-        vit, plan = model.vit, _Plan(model)
+        vit, plan = model.vit, Plan(model)
         state = pass_through(model)
         # The embedding: y = 2x − 1 for pixels x in [0, 1], from (x − mean) / std; then T y.
         mean, std = (t.double().flatten().repeat_interleave(model.patch**2).cpu() for t in (model.mean, model.std))
         rows = len(plan.transform)
         proj = state["patch_embed.proj.weight"].flatten(1)
-        proj[_RESERVED : _RESERVED + rows] = plan.transform * (2 * std)
-        state["patch_embed.proj.bias"][_RESERVED : _RESERVED + rows] = plan.transform @ (2 * mean - 1)
-        state["pos_embed"][0, -plan.slots :, :_RESERVED] = plan.known[: plan.slots]
+        proj[RESERVED : RESERVED + rows] = plan.transform * (2 * std)
+        state["patch_embed.proj.bias"][RESERVED : RESERVED + rows] = plan.transform @ (2 * mean - 1)
+        state["pos_embed"][0, -plan.slots :, :RESERVED] = plan.known[: plan.slots]
         if model.unk_embed is not None:  # 0, and the bias has the place of all that have no position embedding
             state["unk_embed"] = torch.zeros_like(model.unk_embed)
-            state["patch_embed.proj.bias"][:_RESERVED] = plan.known[-1]
-            state["pos_embed"][0, -plan.slots :, :_RESERVED] -= plan.known[-1]
+            state["patch_embed.proj.bias"][:RESERVED] = plan.known[-1]
+            state["pos_embed"][0, -plan.slots :, :RESERVED] -= plan.known[-1]
         for name in ("cls_token", "reg_token"):
             if name in state:
                 state[name][..., 0] = plan.constant
         # The neurons, slot by slot, in all blocks but the last; each block's output goes to the constant channel.
         # LayerNorm multiplies tokens by Γ and neurons divide by it: updates of small weights lose less to rounding.
         neurons, gain, done = torch.cat(plan.neurons), _token_gain(model, images, client, plan.forward), 0
-        for i, width in enumerate(_widths(model)):
+        for i, width in enumerate(widths(model)):
             own = neurons[done : done + width]
             state[f"blocks.{i}.norm2.weight"] *= gain
             state[f"blocks.{i}.mlp.fc1.weight"][: len(own)] = own / gain
@@ -373,9 +204,9 @@ class TokenBins:
 
     def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the images of each release, in any order."""
-        return Reconstruction.join([self._release(release, _Plan(seen.model)) for release in seen.each()])
+        return Reconstruction.join([self._release(release, Plan(seen.model)) for release in seen.each()])
 
-    def _release(self, seen: Observation, plan: _Plan) -> Reconstruction:
+    def _release(self, seen: Observation, plan: Plan) -> Reconstruction:
         names = [f"blocks.{i}.mlp.fc1.{kind}" for i in range(len(seen.model.vit.blocks) - 1) for kind in _KINDS]
         sums = _bins(adam_inverted(seen, names), plan)
         slots: list[Tensor] = []
@@ -389,7 +220,7 @@ class TokenBins:
         return _images(torch.cat(slots), torch.cat(tokens), torch.cat(deltas), plan, seen.images_per_release)
 
 
-def _bins(gradients: Mapping[str, Tensor], plan: _Plan) -> list[tuple[Float[Tensor, "m d"], Float[Tensor, " m"]]]:
+def _bins(gradients: Mapping[str, Tensor], plan: Plan) -> list[tuple[Float[Tensor, "m d"], Float[Tensor, " m"]]]:
     """Return of each bin of each place Σ δ u and Σ δ over its tokens: differences of adjacent neurons."""
     blocks, counts = range(len(plan.model.vit.blocks) - 1), [len(bins.low) for bins in plan.bins]
 
@@ -403,7 +234,7 @@ def _bins(gradients: Mapping[str, Tensor], plan: _Plan) -> list[tuple[Float[Tens
 
 
 def _separate(
-    sums: Float[Tensor, "m d"], biases: Float[Tensor, " m"], plan: _Plan, place: int
+    sums: Float[Tensor, "m d"], biases: Float[Tensor, " m"], plan: Plan, place: int
 ) -> tuple[Float[Tensor, "t d"], Float[Tensor, " t"]]:
     """Return the tokens u of one place and their δ, from the bins that hold one token; found ones leave other bins."""
     neurons, bins = plan.neurons[place], plan.bins[place]
@@ -431,7 +262,7 @@ def _separate(
         sums, biases = sums - part.T @ u, biases - part.sum(0)
 
 
-def _shares(u: Float[Tensor, "t d"], neurons: Float[Tensor, "m d"], bins: _Bins) -> Float[Tensor, "t m"]:
+def _shares(u: Float[Tensor, "t d"], neurons: Float[Tensor, "m d"], bins: Bins) -> Float[Tensor, "t m"]:
     """Return the share of tokens in each bin: GELU'(h) of its neuron less that of the next."""
     h = u @ neurons.T
     # d/dh h Φ(h) = Φ(h) + h φ(h) with the standard normal distribution function Φ and density φ.
@@ -440,7 +271,7 @@ def _shares(u: Float[Tensor, "t d"], neurons: Float[Tensor, "m d"], bins: _Bins)
 
 def _scale(u: Float[Tensor, "t d"], known: Float[Tensor, "*t 5"]) -> tuple[Tensor, Tensor, Float[Tensor, " t"]]:
     """Return a, b (both t × 1) of u = a z + b by least squares over the known channels of z, and the largest misfit."""
-    shown, known = u[:, :_RESERVED], known.expand(len(u), -1)
+    shown, known = u[:, :RESERVED], known.expand(len(u), -1)
     from_mean = known - known.mean(1, keepdim=True)
     a = (from_mean * shown).sum(1, keepdim=True) / from_mean.square().sum(1, keepdim=True)
     b = (shown - a * known).mean(1, keepdim=True)
@@ -456,7 +287,7 @@ def _first_of_equals(u: Float[Tensor, "t d"], before: Float[Tensor, "s d"]) -> l
 
 
 def _images(
-    slots: Tensor, tokens: Float[Tensor, "t d"], deltas: Float[Tensor, " t"], plan: _Plan, count: int
+    slots: Tensor, tokens: Float[Tensor, "t d"], deltas: Float[Tensor, " t"], plan: Plan, count: int
 ) -> Reconstruction:
     """Return images of tokens that were found, sorted by the loss gradient ρ that the tokens of an image share.
 
@@ -471,7 +302,7 @@ def _images(
     v, D = plan.readout, tokens.shape[1]
     # LayerNorm's Jacobian is (1 − 11ᵀ/D − uuᵀ/D) / σ with 1 / σ = a, and the output of the MLPs goes to channel 0.
     rho = deltas / (a[:, 0] * (v[0] - v.mean() - tokens[:, 0] * (tokens @ v) / D))
-    values = ((tokens - b) / a)[:, _RESERVED : _RESERVED + len(plan.transform)] @ plan.transform
+    values = ((tokens - b) / a)[:, RESERVED : RESERVED + len(plan.transform)] @ plan.transform
     patches = torch.full((count, plan.slots, values.shape[1]), math.nan, dtype=values.dtype)
     values = _completed(values, plan.whole[len(plan.transform) :])
     shown = slots < plan.slots

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import privlab
 from privlab.attacks.dishonest.layout import patch_transform
-from privlab.attacks.dishonest.token_bins import TokenBins, _completed, _Plan
+from privlab.attacks.dishonest.token_bins import TokenBins, _completed
+from privlab.attacks.dishonest.token_plan import Plan
 from privlab.base import PrivlabError
 from privlab.defenses import Mjp
 from privlab.evaluation import as_read, unread
@@ -138,7 +139,7 @@ def test_the_weights_do_not_depend_on_the_honest_ones_which_stay_as_they_are() -
 def test_a_neuron_fires_for_its_slot_alone_and_above_its_edge() -> None:
     """On tokens of each slot with every brightness, against the definition of the bins."""
     victim = make()
-    plan = _Plan(victim.model)
+    plan = Plan(victim.model)
     coefficient, low, _ = plan.bins[0]
     D, levels = victim.model.vit.embed_dim, torch.linspace(-0.983, 0.987, 37).double() * plan.largest
     tokens = torch.zeros(plan.slots, len(levels), D, dtype=torch.float64)
