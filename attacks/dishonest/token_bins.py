@@ -178,11 +178,12 @@ class TokenBins:
         proj = state["patch_embed.proj.weight"].flatten(1)
         proj[RESERVED : RESERVED + rows] = plan.transform * (2 * std)
         state["patch_embed.proj.bias"][RESERVED : RESERVED + rows] = plan.transform @ (2 * mean - 1)
-        state["pos_embed"][0, -plan.slots :, :RESERVED] = plan.known[: plan.slots]
+        codes = plan.known[: plan.slots]
         if model.unk_embed is not None:  # 0, and the bias has the place of all that have no position embedding
             state["unk_embed"] = torch.zeros_like(model.unk_embed)
             state["patch_embed.proj.bias"][:RESERVED] = plan.known[-1]
-            state["pos_embed"][0, -plan.slots :, :RESERVED] -= plan.known[-1]
+            codes = codes - plan.known[-1]
+        state["pos_embed"][0, -plan.slots :, :RESERVED] = codes
         for name in ("cls_token", "reg_token"):
             if name in state:
                 state[name][..., 0] = plan.constant
@@ -320,10 +321,11 @@ def _images(
     pixels = unpatchify((patches + 1) / 2, plan.model.image_shape).clamp(0, 1).to(plan.model.mean)
     if plan.places == plan.slots:
         return Reconstruction(pixels)
+    masked, lost = masked.to(pixels.device), lost.to(pixels.device)
     if hidden.any() and plan.model.patch >= 3:  # borders need three pixels
         orders = [place_patches(plan.model, *each) for each in zip(pixels, masked, lost, strict=True)]
         pixels = permute(pixels, torch.stack(orders), plan.model.patch)
-    return Reconstruction(pixels, loose=masked.to(pixels.device))
+    return Reconstruction(pixels, loose=masked)
 
 
 def _completed(values: Float[Tensor, "t k"], lost: Float[Tensor, "l k"]) -> Float[Tensor, "t k"]:
