@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
-from privlab.base import first, write_whole
+from privlab.base import first, printable, write_whole
 from privlab.benchmark.cards import UNDEFENDED, Card, file_name
 from privlab.benchmark.form import Judged
 from privlab.benchmark.results import Result
@@ -186,7 +186,7 @@ def _commands(row: Standing) -> list[str]:
     lines: list[str] = []
     for result in _results(row):
         names = (f"cards/{result.path.stem}.toml", f"results/{result.path.stem}.json")
-        card, file = (shlex.quote(f"experiments/benchmark/{name}") for name in names)
+        card, file = (shlex.quote(printable(f"experiments/benchmark/{name}").replace("\n", " ")) for name in names)
         parts, weights = result.data["photographs"], _weights(result)
         images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
         public = " --public OWN" if result.data.get("public_sha256") else ""

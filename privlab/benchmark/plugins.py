@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
-from privlab.base import PrivlabError, first, read_text
+from privlab.base import PrivlabError, first, one_line, read_text
 from privlab.base.plugins import installed_plugins
-from privlab.benchmark.cards import Card
+from privlab.benchmark.cards import Card, file_name
 from privlab.testing.plugin_child import MODULE
 from privlab.testing.plugin_process import StandIn
 
@@ -40,6 +40,9 @@ REFUSED_NAMES = frozenset(
 )
 """Builtins by which a source could reach what it does not import."""
 
+_MOST_CHARACTERS = 2**19
+"""The most characters of a source: Python's parser takes about a kilobyte of memory for each."""
+
 REFUSED_PARTS = frozenset(
     {
         *("hub", "distributed", "multiprocessing", "datasets", "utils", "profiler", "Event", "urandom", "datetime64"),
@@ -56,10 +59,14 @@ def check_source(text: str, where: str) -> None:
     This is a lint, which says early what an entry need not do: it is not a sandbox. An entry runs in a separate process
     (`privlab.testing.plugin_process`). `where` names the source in errors.
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise PrivlabError(f"{where} has {len(text)} characters. At most {_MOST_CHARACTERS} of a plug-in are read.")
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise PrivlabError(f"{where}, line {error.lineno}: this is not valid Python: {error.msg}.") from None
+    except (MemoryError, RecursionError, ValueError) as error:  # nested too deeply; half a character
+        raise PrivlabError(f"{where} is no Python that can be read: {one_line(error, kind=True)}.") from None
     for node in ast.walk(tree):
         for name in _reached(node):
             raise PrivlabError(
@@ -106,6 +113,7 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
     if source is None:
         yield
         return
+    name = file_name(card.parts[0])  # with a line break in it, the metadata below would name other code as well
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / f"{MODULE}.py").write_text(_MODULE_TEXT, "utf-8")
@@ -113,7 +121,7 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
         sys.path.insert(0, folder)
         invalidate_caches()
         try:
-            point = f"[privlab.{card.kind}s]\n{card.parts[0]} = {MODULE}:{_class_name(card)}\n"
+            point = f"[privlab.{card.kind}s]\n{name} = {MODULE}:{_class_name(card)}\n"
             metadata = path / f"{MODULE}-1.dist-info"
             metadata.mkdir()
             (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1\n", "utf-8")

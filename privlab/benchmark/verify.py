@@ -128,8 +128,9 @@ def _check_stated(result: Result, card: Card, how: Photographs, chance: random.R
 
 def _check_same(result: Result, name: str, now: int | float) -> None:
     """Raise PrivlabError if a number of a result is another one now."""
-    if not math.isclose(result.data[name], now, abs_tol=_APART):
-        raise PrivlabError(f"{result.path}: {name} is {now:g} now, and the file says {result.data[name]:g}.")
+    said = result.data.get(name)
+    if said is None or not math.isclose(said, now, abs_tol=_APART):
+        raise PrivlabError(f"{result.path}: {name} is {now:g} now, and the file says {said}.")
 
 
 def _check_public(result: Result, how: Photographs) -> None:

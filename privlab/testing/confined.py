@@ -7,6 +7,7 @@ alone) and `pyseccomp` (which needs a library of the system) are not kept up.
 import ctypes
 import os
 import platform
+import signal
 import struct
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 """The rights of Landlock that are given to what may be read."""
 
-_NO_NEW_PRIVILEGES, _GET_SECCOMP, _SET_SECCOMP, _FILTER = 38, 21, 22, 2
+_ENDS_WITH_PARENT, _NO_NEW_PRIVILEGES, _GET_SECCOMP, _SET_SECCOMP, _FILTER = 1, 38, 21, 22, 2
 """Options of the system call prctl."""
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -31,7 +32,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     **{"close": (3, 57), "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24)},
     **{"stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291)},
     **{"access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "fadvise64": (221, 223)},
-    **{"statfs": (137, 43), "fstatfs": (138, 44), "getdents64": (217, 61), "getcwd": (79, 17)},
+    **{"getdents64": (217, 61), "getcwd": (79, 17)},
     **{"readlink": (89, None), "readlinkat": (267, 78)},
     **{"poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72)},
     # memory
@@ -41,19 +42,22 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     **{"rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132)},
     **{"restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94), "sched_yield": (24, 124)},
     **{"set_robust_list": (273, 99), "rseq": (334, 293), "getcpu": (309, 168), "getrlimit": (97, 163)},
-    **{"getrusage": (98, 165), "times": (100, 153), "sysinfo": (99, 179), "uname": (63, 160), "time": (201, None)},
+    **{"getrusage": (98, 165), "times": (100, 153), "uname": (63, 160), "time": (201, None)},
     **{"gettimeofday": (96, 169), "nanosleep": (35, 101), "getrandom": (318, 278)},
     **{"getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177)},
 }
 """The system calls that are allowed, with their numbers on the machines above; None where there is no such call."""
 
-_WRITING, _ANY, _CLOCK_OF_PROCESS, _OWNER_OF_SIGNALS = 0o1103, 0xFFFFFFFF, 1 << 31, 0o30
-"""Bits of arguments: to open for writing or create; of a process; of its clock; who gets the signals of a file."""
+_WRITING, _ANY, _CLOCK_OF_PROCESS, _WITH_OTHERS = 0o1103, 0xFFFFFFFF, 1 << 31, 0o2070
+"""Bits of arguments: to open for writing or create; of a process; of its clock; what fcntl has in common with others.
+
+These are who gets the signals of a file, what others do with it (leases and notices), and locks that a file keeps.
+"""
 
 _ALLOWED_WITHOUT: dict[str, tuple[tuple[int | None, int | None], int, int]] = {
     "open": ((2, None), 1, _WRITING),
     "openat": ((257, 56), 2, _WRITING),
-    "fcntl": ((72, 25), 1, _OWNER_OF_SIGNALS),
+    "fcntl": ((72, 25), 1, _WITH_OTHERS),
     "prlimit64": ((302, 261), 0, _ANY),
     "sched_getaffinity": ((204, 123), 0, _ANY),
     "clock_gettime": ((228, 113), 0, _CLOCK_OF_PROCESS),
@@ -95,6 +99,7 @@ def confine(readable: Sequence[str]) -> None:
     if not (landlock_version() or has_seccomp()):
         return
     libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.prctl(_ENDS_WITH_PARENT, signal.SIGKILL, 0, 0, 0))
     _check(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     if landlock_version():
         _restrict_files(libc, readable)

@@ -1,7 +1,7 @@
 """The process that runs a plug-in: it forks for every call, so that no call sees what another one left behind.
 
-It is started by `privlab.testing.plugin_process`, reads calls from standard input, and writes answers to standard
-output. It never imports the plug-in itself: each forked process does, with its own limits, and confined.
+It is started by `privlab.testing.plugin_process`. A first copy of it reads a call from standard input, and writes the
+answer to standard output. A copy of this copy imports the plug-in, with its own limits, and confined.
 """
 
 import json
@@ -45,6 +45,9 @@ DECLARED = frozenset(
     | {each.name for kind in (AttackDeclarations, DefenseDeclarations) for each in fields(kind)} - METHODS
 )
 """The values that a plug-in may declare."""
+
+_ANSWERED, _ANSWERED_WITH_MODEL = 0, 2
+"""How the process that keeps a call ends; 1 after the last call."""
 
 LENGTH = struct.Struct(">Q")
 """How the length of a message is written before it."""
@@ -116,10 +119,29 @@ def serve() -> None:
     if first is None:
         return
     task = pickle.loads(first)
-    while (call := _read(receive)) is not None:
-        if b"privlab.victims" in call:  # it holds a model: timm is imported once, and not in each forked process
+    while (ended := _kept(task, receive, reply)) in (_ANSWERED, _ANSWERED_WITH_MODEL):
+        if ended == _ANSWERED_WITH_MODEL:  # timm is imported once, and not in each forked process
             import privlab.victims.model  # noqa: F401  # pyright: ignore[reportUnusedImport]
-        _write(reply, _answered(task, call, (receive, reply)))
+
+
+def _kept(task: Task, receive: int, reply: int) -> int:
+    """Read and answer a call in a copy of this process, and return how the copy ended.
+
+    What a call and its answer leave in memory ends with the copy. In this process, later calls would find it there.
+    """
+    keeper = os.fork()
+    if keeper == 0:
+        ended = 1
+        try:
+            if (call := _read(receive)) is not None:
+                with_model = b"privlab.victims" in call
+                if with_model:
+                    import privlab.victims.model  # noqa: F401  # pyright: ignore[reportUnusedImport]
+                _write(reply, _answered(task, call, (receive, reply)))
+                ended = _ANSWERED_WITH_MODEL if with_model else _ANSWERED
+        finally:
+            os._exit(ended)
+    return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
 
 
 def _silence() -> None:
@@ -171,7 +193,7 @@ def _answered(task: Task, call: bytes, ours: tuple[int, int]) -> bytes:
     until, most = time.monotonic() + limits["seconds"], int(limits["answer"])
     while True:
         ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
+        if not ready or time.monotonic() > until:  # it may write without end
             problem = f"it took longer than {limits['seconds']:g} seconds"
             break
         part = os.read(reader, 1 << 20)

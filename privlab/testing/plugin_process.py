@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, one_line
 from privlab.testing.confined import has_seccomp, landlock_version
 from privlab.testing.plugin_child import DECLARED, LENGTH, METHODS, MODULE, Seeds, Task
 from privlab.threat import Capability, Draws, Effects, Feed, Guarantee, Reconstruction, Sent, defense_declarations
@@ -186,7 +186,8 @@ class Plugin:
     def stand_ins(self) -> dict[str, type[Any]]:
         """Return a class for each dataclass of the plug-in, by its name, which asks the process for everything."""
         described = self.ask("describe")
-        return {name: _stand_in(self, name, **given) for name, given in described.items()}
+        with _refusing():
+            return {name: _stand_in(self, name, **given) for name, given in described.items()}
 
     def _started(self) -> subprocess.Popen[bytes]:
         if sys.platform == "win32":
@@ -230,6 +231,17 @@ class Plugin:
 
 def _refuse(what: str) -> NoReturn:
     raise PrivlabError(f"The plug-in returned {what}.")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuse an answer whose use fails, since a part of it is of another kind or shape."""
+    try:
+        yield
+    except PrivlabError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        _refuse(f"an answer that cannot be used ({one_line(error, kind=True)})")
 
 
 def _decoded(answer: bytes) -> Any:  # noqa: ANN401
@@ -312,9 +324,9 @@ def _stand_in(
     of_images = "__call__" in methods and "requires" not in values
     for each in methods:
         if each == "__call__":
-            space[each] = _on_images if of_images else _attacked
+            space[each] = _refusing()(_on_images if of_images else _attacked)
         else:
-            space[each] = _METHODS.get(each) or _plain(each)
+            space[each] = _refusing()(_METHODS.get(each) or _plain(each))
     own = [(key, type(default), field(default=default)) for key, default in parameters.items()]
     return make_dataclass(name, own, bases=(StandIn,), namespace=space, frozen=True)
 

@@ -5,11 +5,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -17,7 +21,7 @@ from privlab.base import PrivlabError
 from privlab.benchmark import read_card
 from privlab.benchmark.cards import write_template
 from privlab.benchmark.measure import Measurement, Photographs
-from privlab.benchmark.plugins import installed, source_of_plugin
+from privlab.benchmark.plugins import check_source, installed, source_of_plugin
 from privlab.benchmark.submit import checks_of, worth_of
 from privlab.evaluation import attack_batch
 from privlab.metrics import psnr
@@ -65,7 +69,7 @@ def seen() -> Observation:
 
 TRICKS = (
     *("Attack", "Frames", "Objects", "Views", "Patches", "Remembers", "Subclasses", "Starts", "Flags", "Kernel"),
-    *("Numbers", "Memories", "Pipes", "Surroundings"),
+    *("Numbers", "Memories", "Pipes", "Surroundings", "Others"),
 )
 
 
@@ -135,6 +139,12 @@ def test_a_defense_cannot_be_honest_in_the_first_calls_alone(kinds: dict[str, An
         assert (released["w"] == 1).all()
 
 
+def test_an_answer_is_in_no_memory_of_a_later_call(kinds: dict[str, Any]) -> None:
+    for _ in range(3):
+        released = kinds["Leftovers"]().release({"w": torch.ones(1, 64)}, [torch.Generator()])
+        assert (released["w"] == 0.37109375).all()
+
+
 def test_limits_end_a_call(kinds: dict[str, Any], plugin: Plugin, seen: Observation) -> None:
     with pytest.raises(PrivlabError, match=r"memory|Memory"):
         kinds["Memory"]()(seen)
@@ -142,6 +152,24 @@ def test_limits_end_a_call(kinds: dict[str, Any], plugin: Plugin, seen: Observat
     with pytest.raises(PrivlabError, match=r"longer than 2 seconds|signal"):
         quick.stand_ins()["Endless"]()(seen)
     quick.close()
+
+
+def test_a_call_ends_with_the_process_that_asked_for_it(plugin: Plugin) -> None:
+    again = Plugin(plugin.source, LIMITS)
+    again.ask("describe")
+    assert again._process is not None
+
+    def ask() -> None:
+        with suppress(PrivlabError, ValueError):  # its pipe is closed
+            again.ask("__call__", "Sleeps", {}, None)
+
+    threading.Thread(target=ask, daemon=True).start()
+    until, processes = time.monotonic() + 20, list[psutil.Process]()
+    while len(processes) < 2 and time.monotonic() < until:
+        processes = psutil.Process(again._process.pid).children(recursive=True)
+    again.close()
+    assert processes
+    assert not psutil.wait_procs(processes, 10)[1]
 
 
 def test_who_ends_the_process_is_refused_and_the_next_call_works(kinds: dict[str, Any], seen: Observation) -> None:
@@ -163,6 +191,51 @@ def test_a_subclass_of_tensors_comes_as_a_plain_tensor(kinds: dict[str, Any], se
         return
     assert type(images) is torch.Tensor
     assert not (images == SECRET).all()
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"A": {"parameters": {"class": 1}, "values": {}, "depending": [], "methods": []}},
+        {"A": {"parameters": {"x": [1]}, "values": {}, "depending": [], "methods": []}},
+        {"A": {"parameters": {}, "values": {}, "depending": [], "methods": []}, "B": 1},
+        ["A"],
+        None,
+    ],
+)
+def test_classes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, described: Any) -> None:
+    monkeypatch.setattr(Plugin, "ask", lambda self, what: described)
+    with pytest.raises(PrivlabError, match=r"The plug-in returned .*cannot be"):
+        Plugin("").stand_ins()
+
+
+@pytest.mark.parametrize("order", [None, "x"])
+def test_what_a_defense_may_not_feed_is_refused(monkeypatch: pytest.MonkeyPatch, order: Any) -> None:
+    images = torch.rand(2, 3, 8, 8)
+    feed = SimpleNamespace(images=images[:1].double(), order=order, moved=order, masked_pe=None, replacement=None)
+    described = {"A": {"parameters": {}, "values": {"name": "a"}, "depending": [], "methods": ["__call__"]}}
+    answers = {"describe": described, "make": {}}
+    monkeypatch.setattr(Plugin, "ask", lambda self, what, *given: answers.get(what, feed))
+    monkeypatch.setattr(plugin_process, "Feed", SimpleNamespace)
+    with pytest.raises(PrivlabError, match="The plug-in returned"):
+        Plugin("").stand_ins()["A"]()(images, 4, [torch.Generator(), torch.Generator()])
+
+
+SOURCES = ("-" * 10**4 + "1", "a" + ".b" * 10**4, "(" * 10**4, "a = 1\x00", "a = '\ud800'", "a;" * 2**19)
+
+
+@pytest.mark.parametrize("text", SOURCES, ids=range(len(SOURCES)))
+def test_source_that_is_too_deep_or_too_long_is_refused(text: str) -> None:
+    with pytest.raises(PrivlabError, match=r"no Python|not valid Python|At most"):
+        check_source(text, "plug-in.py")
+
+
+def test_name_of_a_plugin_installs_nothing_else(tmp_path: Path) -> None:
+    """With a line break in it, the metadata of the plug-in would name other code as well."""
+    write_template("defense", tmp_path)
+    card = replace(read_card(tmp_path / "my_defense.toml"), uses="x = os:abort\nmine")
+    with pytest.raises(PrivlabError, match="A name must have"), installed(card, "a = 1"):
+        pass
 
 
 @pytest.mark.parametrize("what", ["nan", "infinite", "shape", "name", "bool", "list", "none"])

@@ -30,6 +30,7 @@ from privlab.images.datasets import parquet
 from privlab.images.manifest import read_manifest
 from privlab.keys.key_file import load_key
 from privlab.release.gradient_file import read_gradient_file
+from privlab.report.tables.writers import csv_cell
 from privlab.split import read_token
 from privlab.victims.weights import read_state
 
@@ -111,6 +112,12 @@ def test_the_temporary_file_is_a_new_one(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(PrivlabError, match="exists"):
         write_whole(tmp_path / "page", lambda temporary: temporary.write_text("page"))
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@A1", "\t=1+1", "\r=1+1", " =1+1", "\n=1+1", "\uff1d1+1"])
+def test_a_formula_is_a_text_in_a_spreadsheet(text: str) -> None:
+    assert csv_cell(text) == f"'{text}"
+    assert csv_cell("-1.5") == "-1.5"
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])

@@ -83,3 +83,15 @@ def test_one_bad_file_does_not_stop_the_table(tmp_path: Path) -> None:
         found = entries([tmp_path])
     assert len(caught) == 5
     assert found == entries()
+
+
+def test_page_survives_versions_and_file_names_of_strangers(tmp_path: Path) -> None:
+    """A result without the version of privlab stopped the page; a name ended the paste of a command in a terminal."""
+    data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
+    data |= {"versions": {"x": "1"}, "card": data["card"].replace('name = "gradient-quantisation"', 'name = "mine"')}
+    write_result(data, tmp_path / "x\x1b[201~\ntouch here\n.json")
+    files = site_files(entries_of(tmp_path))
+    (entered,) = (text for name, text in files.items() if name.endswith("-mine.json"))
+    assert '"version": "unknown"' in entered
+    assert "\x1b" not in files["table.html"]
+    assert "\ntouch here" not in files["table.html"]

@@ -1,5 +1,6 @@
 """Peers that mean harm: callers without the token, clients that do not read or ask for too much, a false server."""
 
+import os
 import socket
 import threading
 import time
@@ -260,6 +261,16 @@ def test_a_state_that_others_may_enter_is_refused(server: Any, tmp_path: Path) -
         private_folder(tmp_path / "open")
     with pytest.raises(PrivlabError, match="0700"), server(state=tmp_path / "open"):
         pass
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_state_with_a_way_out_is_refused(kind: str, server: Any, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    (state / "lock").symlink_to(tmp_path / "mine") if kind == "link" else os.mkfifo(state / "lock")
+    with pytest.raises(PrivlabError, match=kind), server(state=state):
+        pass
+    assert not (tmp_path / "mine").exists()
 
 
 # A server that means harm

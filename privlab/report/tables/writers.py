@@ -204,10 +204,14 @@ class Table:
         records = self._flat()
         out = io.StringIO()
         write = csv.writer(out, lineterminator="\n").writerow
-        write(records[0] if records else [column.head for column in self.columns])
+        write([csv_cell(head) for head in (records[0] if records else [column.head for column in self.columns])])
         for record in records:
             write([csv_cell(" ".join(value.split())) if isinstance(value, str) else value for value in record.values()])
         return out.getvalue()
+
+
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
+"""What begins a formula of a spreadsheet, also in full width."""
 
 
 def csv_cell(text: str) -> str:
@@ -215,7 +219,7 @@ def csv_cell(text: str) -> str:
     try:
         float(text)
     except ValueError:
-        return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+        return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
     return text
 
 

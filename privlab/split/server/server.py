@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from privlab.base import PrivlabError, check_range, one_line, versions, without_tf32
+from privlab.base import PrivlabError, check_range, one_line, refuse_links, versions, without_tf32
 from privlab.release import Recorder
 from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.contract import Refusal
@@ -68,8 +68,8 @@ class Server:
         on_event: called with each event.
 
     Raises:
-        PrivlabError: if it cannot listen there, another server uses `state`, or other machines could connect without
-            TLS.
+        PrivlabError: if it cannot listen there, another server uses `state`, this folder holds links, or other machines
+            could connect without TLS.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Server:
         self.host, self.port, self.limits = host, port, limits or Limits()
         self._tls, self._on_event = tls, on_event
         self._folder, self._stopping, self._last_word = private_folder(state), threading.Event(), 0.0
+        refuse_links(self._folder)
         facts = {"model": victim.architecture, "weights": victim.weights.origin, "versions": versions()}
         recorder = None
         if record is not None:
