@@ -53,6 +53,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "largest position embedding": (0.0, 30.0),
     "gradient of the embedding": (1e-7, 1e3),
     "isolated patches / channels": (0.0, 0.75),
+    "dependence on the image": (0.05, math.inf),
     "change since the last round": (0.0, math.inf),
 }
 """The values of each statistic that trained models may have: a wide range around those that were measured.
@@ -170,7 +171,10 @@ def audit_sent_weights(
     with full_precision():
         values = _statistics(model) | ({} if last is None else {"change since the last round": _change(named, last)})
         layers, of_embedding = _gradient_test(model, images)
-    statistics = [Statistic(name, value, *RANGES[name]) for name, value in (values | of_embedding).items()]
+        values |= of_embedding
+        if len(images) > 1:
+            values["dependence on the image"] = _dependence(model, images)
+    statistics = [Statistic(name, value, *RANGES[name]) for name, value in values.items()]
     return WeightsAudit(tuple(statistics), tuple(layers))
 
 
@@ -273,6 +277,26 @@ def _gradient_test(
 
     layer_gradients(model, images, torch.arange(len(images)) % model.classes, visit)
     return layers[::-1], of_embedding
+
+
+def _dependence(model: VictimModel, images: Float[Tensor, "b c h w"]) -> float:
+    """Return how much the gradient δ of the embedding differs between images of one class, in the median pair.
+
+    A server that knows δ of each token reads the inputs of a layer by least squares, whatever the channels: an adapter
+    shows Σ_n δ_n y_nᵀ. Of two images the number is min_c ‖δ − c δ'‖ / ‖δ‖, the sine of the angle between both.
+    """
+    pairs = torch.triu_indices(len(images), len(images), 1)
+    found = math.nan
+
+    def visit(name: str, δ: Tensor, _: Tensor) -> None:
+        nonlocal found
+        if name == "patch_embed.proj":
+            directions = F.normalize(δ.double().flatten(1), eps=1e-300)
+            cosines = (directions @ directions.mT)[*pairs]
+            found = float((1 - cosines.square()).clamp(min=0).sqrt().median())
+
+    layer_gradients(model, images, torch.zeros(len(images), dtype=torch.long), visit)
+    return found
 
 
 def layer_gradients(
