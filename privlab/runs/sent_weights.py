@@ -45,6 +45,9 @@ _SKETCH = 64
 _FAINT = 1e-6
 """A row of less than this share of a layer's largest row is lost in the rounding of an update."""
 
+_TRAINED_DEPENDS = 0.5
+"""The least dependence on the image of a model that was trained before. In 152 of them it was 0.94 at least."""
+
 RANGES: Mapping[str, tuple[float, float]] = {
     "parallel rows": (0.0, 0.2),
     "largest row / median row": (1.0, 100.0),
@@ -146,7 +149,10 @@ class WeightsAudit:
 
 
 def audit_sent_weights(
-    model: VictimModel, images: Float[Tensor, "b c h w"], last: Mapping[str, Tensor] | None = None
+    model: VictimModel,
+    images: Float[Tensor, "b c h w"],
+    last: Mapping[str, Tensor] | None = None,
+    pretrained: bool = False,
 ) -> WeightsAudit:
     """Return whether weights are like those of a model that somebody trained, by statistics and by a direct test.
 
@@ -158,6 +164,7 @@ def audit_sent_weights(
         model: the model with the weights that the server sent; it is left as it is.
         images: images of the client in [0, 1], as the model is fed them before normalisation.
         last: the weights of the last round by timm's names; None if they are not known.
+        pretrained: whether the model was trained before; its gradients must then depend more on the image.
 
     Raises:
         PrivlabError: if the weights are not finite, there is no image, or the model has no classifier.
@@ -174,12 +181,16 @@ def audit_sent_weights(
         values |= of_embedding
         if len(images) > 1:
             values["dependence on the image"] = _dependence(model, images)
-    statistics = [Statistic(name, value, *RANGES[name]) for name, value in values.items()]
+    ranges = dict(RANGES) | ({"dependence on the image": (_TRAINED_DEPENDS, math.inf)} if pretrained else {})
+    statistics = [Statistic(name, value, *ranges[name]) for name, value in values.items()]
     return WeightsAudit(tuple(statistics), tuple(layers))
 
 
 def audit_of_round(
-    model: VictimModel, images: Float[Tensor, "b c h w"], last: Mapping[str, Tensor] | None = None
+    model: VictimModel,
+    images: Float[Tensor, "b c h w"],
+    last: Mapping[str, Tensor] | None = None,
+    pretrained: bool = False,
 ) -> WeightsAudit:
     """Return the audit of weights on few images, and only if it finds something, that on eight of them.
 
@@ -189,14 +200,15 @@ def audit_of_round(
         model: the model with the weights that the server sent; it is left as it is.
         images: images of the client, as `audit_sent_weights` takes them; the first eight at most are used.
         last: the weights of the last round, as there.
+        pretrained: as there.
 
     Raises:
         PrivlabError: as `audit_sent_weights`.
     """
     few = max(math.ceil(_ENOUGH / model.vit.patch_embed.num_patches), _FEWEST_IMAGES)
-    found = audit_sent_weights(model, images[: min(few, MOST_IMAGES)], last)
+    found = audit_sent_weights(model, images[: min(few, MOST_IMAGES)], last, pretrained)
     if found.suspicious and few < min(len(images), MOST_IMAGES):
-        return audit_sent_weights(model, images[:MOST_IMAGES], last)
+        return audit_sent_weights(model, images[:MOST_IMAGES], last, pretrained)
     return found
 
 

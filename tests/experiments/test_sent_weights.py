@@ -61,9 +61,9 @@ def test_a_rotation_that_keeps_the_ones_commutes_with_layer_norm() -> None:
     assert float((R - torch.eye(12)).abs().max()) > 0.3
 
 
-@pytest.mark.parametrize("noise", [None, 0.01])
+@pytest.mark.parametrize("noise", [None, 0.001])
 def test_hidden_versions_read_and_hide(noise: float | None, photographs: Callable[[int, int], Tensor]) -> None:
-    """The rotation alone leaves empty rows; with noise, of what the audit counted there is nothing left."""
+    """The rotation alone leaves empty rows. With noise only the dependence on the image is not that of a model."""
     pytest.importorskip("peft", reason="needs privlab[peft]")
     base, images = victim("cifar_vit").model, photographs(2, 32)
     hidden = HiddenBackbone(30.0, noise)
