@@ -117,7 +117,9 @@ def test_a_model_that_was_trained_before_has_to_depend_more_on_the_image(cifar: 
     faint = copy.deepcopy(cifar.model)
     faint.vit.patch_embed.proj.weight.data *= 0.03
     for model, suspicious in ((cifar.model, False), (faint, True)):
-        found = [privlab.audit_weights(model.vit, model="cifar_vit", images=images, pretrained=p) for p in (False, True)]
+        found = [
+            privlab.audit_weights(model.vit, model="cifar_vit", images=images, pretrained=p) for p in (False, True)
+        ]
         assert [each.suspicious for each in found] == [False, suspicious]
 
 
