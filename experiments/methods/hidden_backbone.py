@@ -59,7 +59,13 @@ class HiddenBackbone(TransparentBackbone):
     share: float = 1.0
 
     def choose(self, model: VictimModel, images: int, client: Client | None) -> Mapping[str, Tensor]:
-        """Return the weights, as `TransparentBackbone.choose` does."""
+        """Return the weights, as `TransparentBackbone.choose` does.
+
+        Args:
+            model: as there, like the other arguments.
+            images: the images of a release.
+            client: the settings of the client.
+        """
         honest = {name: parameter.detach().clone().double() for name, parameter in model.vit.named_parameters()}
         state = {name: tensor.double() for name, tensor in super().choose(model, images, client).items()}
         D = model.vit.embed_dim
