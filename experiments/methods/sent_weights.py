@@ -11,19 +11,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from privlab.attacks.dishonest.imprint_bins import bins
 from privlab.attacks.dishonest.layout import STEEP, mlp_inputs
 from privlab.attacks.dishonest.manipulations import MANIPULATIONS, Manipulation, mixed, pairs, reading_errors
+from privlab.attacks.dishonest.transparent_backbone import TransparentBackbone
 from privlab.attacks.registry import attacks as installed_attacks
 from privlab.base import draw_for, full_precision, write_whole
 from privlab.evaluation import batch_of, unread
 from privlab.evaluation.observing import with_chosen_weights
+from privlab.experiments.methods.hidden_backbone import HiddenBackbone
 from privlab.images import open_images
-from privlab.release import train_round
+from privlab.metrics import psnr
+from privlab.patches import patchify
+from privlab.release import observe_updates, train_round
 from privlab.runs.sent_weights import WeightsAudit, audit_sent_weights
-from privlab.threat import Capability, Client
+from privlab.threat import Capability, Client, ClientData
 from privlab.victims import ZOO, Victim, VictimModel, victim
 
 LAYER = "blocks.0.mlp.fc1"
@@ -53,6 +57,14 @@ _CLIENTS = (
 _ROUNDS = 9
 """Rounds of each of five starts and four clients: 180 in all. The limits were chosen on the first three starts."""
 
+HIDDEN = {
+    "rotated": HiddenBackbone(1.0, None),
+    **{f"filled, pixels {x:g}": HiddenBackbone(x) for x in (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)},
+    **{f"filled, pixels 100, noise {x:g}": HiddenBackbone(100.0, x) for x in (0.01, 0.1, 1.0)},
+    **{f"filled, pixels 100, mixed {x:g}": HiddenBackbone(100.0, share=x) for x in (0.1, 0.5, 0.9, 0.99)},
+}
+"""The versions of `transparent-backbone` that hide."""
+
 
 @dataclass(frozen=True)
 class SentWeightsStudy:
@@ -71,7 +83,8 @@ class SentWeightsStudy:
     def __call__(self, out: Path) -> list[dict[str, Any]]:
         """Run the study, write its rows to `facts.json` of a folder after each one, and return them.
 
-        A row has `kind` ("trained", "random", "round", "attack", "mixed", "neurons", "steepness" or "noise"), `name`,
+        A row has `kind` ("trained", "random", "round", "attack", "mixed", "neurons", "steepness", "noise" or
+        "hidden"), `name`,
         `x` (the strength, the number of neurons, the steepness or the noise), `by_test` and `by_statistics`, `readable`
         (the largest share of patches that the test counts in a layer), `read` and `recognisable` (the shares of the
         patches of the batch that the server reads with a relative error of 0.1 or 0.3 at most), and each statistic.
@@ -114,6 +127,8 @@ class SentWeightsStudy:
             for noise in (0.0, 0.01, 0.03, 0.1, 0.2, 0.3):
                 unequal = lambda model, public, n=noise, s=steep: pairs(model, public, n, s)  # noqa: E731
                 yield _manipulated("noise", f"pairs, steepness {steep:g}", base.model, unequal, images, noise)
+        for name, hidden in HIDDEN.items():
+            yield hidden_row(name, base.model, hidden, images, hidden.share)
         yield from self._rounds(images)
         for name in _ARCHITECTURES:
             drawn = victim(f"timm:{name}", weights="random", img_size=64, classes=10)
@@ -145,6 +160,32 @@ def _manipulated(
     row = audit_row(kind, name, audit_sent_weights(model, images[half:])) | {"x": x}
     errors = _reading_errors(model, images[half:])
     return row | {"read": _share(errors <= 0.1), "recognisable": _share(errors <= 0.3)}
+
+
+def hidden_row(
+    name: str, base: VictimModel, server: TransparentBackbone, images: Float[Tensor, "b c h w"], x: float
+) -> dict[str, Any]:
+    """Return the row of weights for LoRA, which the audit sees without the adapters; each image is an update.
+
+    Args:
+        name: the name of the row.
+        base: the honest model.
+        server: the attack.
+        images: the images that are audited, and then attacked one by one.
+        x: the strength.
+    """
+    client = Client(lr=0.1, trains="lora", rank=16)
+    chosen = with_chosen_weights(base, server, 1, client)
+    audited = copy.deepcopy(base)
+    shared = {path.replace(".base_layer", ""): tensor for path, tensor in chosen.vit.state_dict().items()}
+    audited.vit.load_state_dict({path: shared[path] for path in audited.vit.state_dict()})
+    clients = [ClientData(image[None], torch.tensor([i % base.classes]), Generator()) for i, image in enumerate(images)]
+    found = server(observe_updates(chosen, client, clients))
+    sought, read = (patchify(base.normalise(each), base.patch) for each in (images, found.clamp(0, 1)))
+    errors = (read - sought).norm(dim=2) / sought.norm(dim=2)
+    row = audit_row("hidden", name, audit_sent_weights(audited, images)) | {"x": x}
+    shares = {"read": _share(errors <= 0.1), "recognisable": _share(errors <= 0.3)}
+    return row | shares | {"psnr": float(psnr(found, images).median())}
 
 
 def _share(of: Tensor) -> float:

@@ -125,6 +125,7 @@ def audit_weights(
     last: Weights | None = None,
     images: Any = "samples",  # noqa: ANN401
     limit: int | None = None,
+    pretrained: bool = False,
     device: str = "auto",
     **options: Any,  # noqa: ANN401
 ) -> WeightsAudit:
@@ -136,6 +137,8 @@ def audit_weights(
         last: the weights of the last round, with which they are compared; None if they are not known.
         images: images of the client, as in `attack`; their gradient is computed and tested, and does not leave.
         limit: how many images are used; None for two or more, which have 128 patches, and for eight if they show any.
+        pretrained: whether the model was trained before, as one behind adapters is; gradients must then depend more on
+            the image.
         device: "auto", "cpu", "cuda" or "cuda:N".
         options: img_size, classes, normalisation, as `privlab.victim` takes them.
 
@@ -158,8 +161,8 @@ def audit_weights(
     if batch.failed:
         raise PrivlabError(f"{batch.failed[0].name} cannot be used. {batch.failed[0].problem}")
     if limit is None:
-        return audit_of_round(own.model, batch.images, before)
-    return audit_sent_weights(own.model, batch.images, before)
+        return audit_of_round(own.model, batch.images, before, pretrained)
+    return audit_sent_weights(own.model, batch.images, before, pretrained)
 
 
 def _with_weights(weights: Weights, model: str | nn.Module | Victim, options: Mapping[str, Any]) -> Victim:

@@ -135,6 +135,7 @@ def features(
     option.images(help="Images of the client, whose gradient is tested: samples, a folder, or files."),
     option.limit(help="Use the first N images.  [default: two, and eight if these are suspicious]"),
     cloup.option("--reference-weights", type=names.PATH, help="The weights of the last round.", metavar="FILE"),
+    cloup.option("--pretrained", is_flag=True, help="The model was trained before, as one behind adapters is."),
 )
 @cloup.option_group(
     "Output", option.fail_on_leak(help="Exit with status 3 if the weights are suspicious."), option.json_()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from privlab.attacks.dishonest.imprint_bins import bins
@@ -16,7 +17,8 @@ from privlab.base import PrivlabError
 from privlab.experiments.figures.sent_weights import draw_sent_weights
 from privlab.experiments.methods import honest_weights
 from privlab.experiments.methods import sent_weights as study
-from privlab.runs.sent_weights import audit_sent_weights
+from privlab.experiments.methods.hidden_backbone import HiddenBackbone, rotation
+from privlab.runs.sent_weights import RANGES, audit_sent_weights
 from privlab.victims import victim
 
 
@@ -49,6 +51,28 @@ def test_rows_say_what_the_server_reads_and_what_the_audit_counts(
         draw_sent_weights(tmp_path)
     (tmp_path / "facts.json").write_text(json.dumps([honest, found]), encoding="utf-8")
     assert draw_sent_weights(tmp_path).stat().st_size > 1000
+
+
+def test_a_rotation_that_keeps_the_ones_commutes_with_layer_norm() -> None:
+    draw = torch.Generator().manual_seed(0)
+    R, z = rotation(12, draw), torch.randn(5, 12, generator=draw, dtype=torch.float64)
+    torch.testing.assert_close(R @ R.mT, torch.eye(12, dtype=torch.float64))
+    torch.testing.assert_close(F.layer_norm(z @ R.mT, (12,)), F.layer_norm(z, (12,)) @ R.mT)
+    assert float((R - torch.eye(12)).abs().max()) > 0.3
+
+
+@pytest.mark.parametrize("noise", [None, 0.001])
+def test_hidden_versions_read_and_hide(noise: float | None, photographs: Callable[[int, int], Tensor]) -> None:
+    """The rotation alone leaves empty rows. With noise only the dependence on the image is not that of a model."""
+    pytest.importorskip("peft", reason="needs privlab[peft]")
+    base, images = victim("cifar_vit").model, photographs(2, 32)
+    hidden = HiddenBackbone(30.0, noise)
+    found = study.hidden_row("hidden", base, hidden, images, 1.0)
+    assert (found["read"], found["psnr"] > 40) == (1, True)
+    assert found["by_test"] == (noise is None)
+    assert (found["largest row / median row"] > 100, found["parallel rows"] > 0.2) == (noise is None,) * 2
+    honest = study.audit_row("trained", "cifar_vit", audit_sent_weights(base, images))
+    assert found["dependence on the image"] < RANGES["dependence on the image"][0] < honest["dependence on the image"]
 
 
 def test_the_study_of_honest_weights_resumes_and_states_the_interval(

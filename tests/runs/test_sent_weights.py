@@ -102,6 +102,27 @@ def test_a_rotation_of_the_channels_hides_rows_and_not_the_combination() -> None
         assert sent_weights._of_embedding(each, patches)["isolated patches / channels"] == 30 / 40
 
 
+@pytest.mark.parametrize("seen", [0.0, 1.0])
+def test_the_dependence_on_the_image_is_that_of_the_gradients(seen: float, images: Tensor) -> None:
+    """Of an embedding that shows no pixels, images of one class have one gradient; one image has no number."""
+    model = copy.deepcopy(victim("cifar_vit").model)
+    model.vit.patch_embed.proj.weight.data *= seen
+    found = {each.name: each for each in audit_sent_weights(model, images).statistics}["dependence on the image"]
+    assert (found.value > 0.9, found.is_usual) == (bool(seen),) * 2
+    assert seen or found.value < 1e-3
+    assert "dependence on the image" not in {each.name for each in audit_sent_weights(model, images[:1]).statistics}
+
+
+def test_a_model_that_was_trained_before_has_to_depend_more_on_the_image(cifar: Victim, images: Tensor) -> None:
+    faint = copy.deepcopy(cifar.model)
+    faint.vit.patch_embed.proj.weight.data *= 0.03
+    for model, suspicious in ((cifar.model, False), (faint, True)):
+        found = [
+            privlab.audit_weights(model.vit, model="cifar_vit", images=images, pretrained=p) for p in (False, True)
+        ]
+        assert [each.suspicious for each in found] == [False, suspicious]
+
+
 @given(st.integers(0, 99), st.integers(1, 3), st.integers(1, 4), st.floats(0.1, 10))
 def test_a_pure_token_has_nine_tenths_of_a_row_or_of_a_difference(
     seed: int, images: int, tokens: int, scale: float
