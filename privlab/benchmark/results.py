@@ -296,9 +296,14 @@ def entries_of(folder: Path) -> Iterator[Result]:
             result = read_result(path)
             _ = result.card, result.judged, result.pictures  # each is checked when it is first read
         except PrivlabError as error:
-            warn(f"{error} It is left out.")
+            warn_left_out(path, error)
         else:
             yield result
+
+
+def warn_left_out(path: Path, error: PrivlabError) -> None:
+    """Warn of a result that is left out, in one line with its path, which an error about its columns does not name."""
+    warn(f"{error} It is left out." if str(path) in str(error) else f"'{path}': {error} It is left out.")
 
 
 def defense_entries(track: str, names: Sequence[str] = ()) -> list[Card]:

@@ -18,7 +18,7 @@ import pandas as pd
 from privlab.base import PrivlabError, one_line, warn
 from privlab.benchmark.cards import CHECKED, Card
 from privlab.benchmark.form import Judged, Worst
-from privlab.benchmark.results import Result, defense_entries, of_package
+from privlab.benchmark.results import Result, defense_entries, of_package, warn_left_out
 from privlab.benchmark.standing import PACKAGE, Standing, concluded_rows, recognised_of_package
 from privlab.benchmark.tracks import BUNDLED, Track, photographs
 from privlab.benchmark.weights import known_by as known_by_keys
@@ -279,7 +279,7 @@ def standings(results: Iterable[Result], *, again: bool = False) -> list[Standin
         try:
             given.append(_as_its_rows_say(result))
         except PrivlabError as error:
-            warn(f"{error} It is left out.")
+            warn_left_out(result.path, error)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # whoever wrote the rows may have left out any column, or put anything into it
             warn(f"'{result.path}' has rows from which nothing can be concluded: {one_line(error)}. It is left out.")

@@ -85,6 +85,15 @@ def test_one_bad_file_does_not_stop_the_table(tmp_path: Path) -> None:
     assert found == entries()
 
 
+def test_a_result_whose_columns_do_not_fit_is_named(tmp_path: Path) -> None:
+    """An error about a column named no file, so that nobody knew which of a folder was left out."""
+    data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
+    data["rows"]["count"] += 1
+    write_result(data, tmp_path / "short.json")
+    with pytest.warns(PrivlabWarning, match=r"short\.json.*values\. It is left out"):
+        assert entries([tmp_path]) == entries()
+
+
 def test_page_survives_versions_and_file_names_of_strangers(tmp_path: Path) -> None:
     """A result without the version of privlab stopped the page; a name ended the paste of a command in a terminal."""
     data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
