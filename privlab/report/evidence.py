@@ -55,6 +55,9 @@ _CLAUSES = (
 _FOLDERS = re.compile(r"(?<![\w.:/…-])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\'\":,]+[/\\])+(?=[^\s/\\])")
 """The folders of an absolute path, up to its last part."""
 
+_KEPT = re.compile(r"(?:pictures|strips)/[^/\\]+\.png")
+"""Names of the pictures of an audit: who wrote its run.json may have named any file."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -128,11 +131,12 @@ def without_folders(text: str) -> str:
 
 
 def pictures_of(results: Results) -> list[tuple[str, Path]]:
-    """Return the reconstructions that an audit kept, with the names of their attacks."""
+    """Return the reconstructions that an audit kept, with the names of their attacks; no file outside its folder."""
     facts, folder = results.facts, results.path
-    kept = [(row["attack"], folder / name) for row in facts.get("attacks", ()) for name in row.get("files", ())]
-    kept += [(row["attack"], folder / "strips" / row["sheet"]) for row in facts.get("batches", ()) if "sheet" in row]
-    return [(attack, path) for attack, path in kept if path.is_file()]
+    kept = [(row["attack"], name) for row in facts.get("attacks", ()) for name in row.get("files", ())]
+    kept += [(row["attack"], f"strips/{row['sheet']}") for row in facts.get("batches", ()) if "sheet" in row]
+    own = [(attack, folder / name) for attack, name in kept if _KEPT.fullmatch(str(name))]
+    return [(attack, path) for attack, path in own if path.is_file()]
 
 
 def _made(row: Mapping[str, Any]) -> bool:

@@ -5,10 +5,12 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,11 +27,14 @@ from privlab.base import (
     refuse_links,
     write_whole,
 )
+from privlab.evaluation import COLUMNS
 from privlab.grids import read_experiment
 from privlab.images.datasets import parquet
 from privlab.images.manifest import read_manifest
 from privlab.keys.key_file import load_key
 from privlab.release.gradient_file import read_gradient_file
+from privlab.report.evidence import pictures_of
+from privlab.report.tables.results import results_of
 from privlab.report.tables.writers import csv_cell
 from privlab.split import read_token
 from privlab.victims.weights import read_state
@@ -128,6 +133,19 @@ def test_folder_with_a_way_out_is_refused(tmp_path: Path, kind: str) -> None:
     (deep / "x.png").symlink_to("/etc/hostname") if kind == "link" else os.mkfifo(deep / "x.png")
     with pytest.raises(PrivlabError, match=kind):
         refuse_links(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["{}", "../mine.png", "pictures/../../mine.png", "pictures/a/../../../mine.png", 5])
+def test_the_page_of_a_run_shows_no_file_outside_it(tmp_path: Path, name: Any) -> None:
+    """An audit's run.json of a stranger could name any file of the reader, which the page then held."""
+    (tmp_path / "run" / "pictures" / "a").mkdir(parents=True)
+    for path in ("mine.png", "run/pictures/x.png"):
+        (tmp_path / path).write_bytes(b"mine")
+    name = name.format(tmp_path / "mine.png") if isinstance(name, str) else name
+    rows = [{"attack": "april", "files": [name, "pictures/x.png"]}]
+    facts = {"attacks": rows, "batches": [{"attack": "april", "sheet": f"../{name}"}]}
+    results = replace(results_of(pd.DataFrame(columns=COLUMNS.names), ["psnr"]), facts=facts, path=tmp_path / "run")
+    assert pictures_of(results) == [("april", tmp_path / "run/pictures/x.png")]
 
 
 # Small files that stand for much
