@@ -15,7 +15,7 @@ from typing import TextIO
 
 from privlab.base.errors import PrivlabError
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Characters that move the cursor, or change colours, the title or the direction of writing; no line end or tab."""
 _LONGEST = 2000
 

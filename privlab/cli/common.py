@@ -39,7 +39,7 @@ EXAMPLES: Mapping[str, list[str]] = tomllib.loads(
 """Whole command lines by the words of their command, without `privlab`; a test checks their options."""
 
 
-_BEYOND_ASCII = re.compile(r"[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_BEYOND_ASCII = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters that JSON need not escape."""
 
 WIDTH = 80
