@@ -87,6 +87,14 @@ def has_seccomp() -> bool:
     return known and ctypes.CDLL(None).prctl(_GET_SECCOMP, 0, 0, 0, 0) >= 0
 
 
+def end_with(parent: int) -> None:
+    """Let this process end with its parent, on Linux, also where the parent ended before this was asked for."""
+    if sys.platform == "linux":
+        _check(ctypes.CDLL(None, use_errno=True).prctl(_ENDS_WITH_PARENT, signal.SIGKILL, 0, 0, 0))
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 def confine(readable: Sequence[str]) -> None:
     """Take from this process, for good, what the kernel can take: all files but some, the network, other processes.
 
@@ -99,7 +107,6 @@ def confine(readable: Sequence[str]) -> None:
     if not (landlock_version() or has_seccomp()):
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.prctl(_ENDS_WITH_PARENT, signal.SIGKILL, 0, 0, 0))
     _check(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     if landlock_version():
         _restrict_files(libc, readable)

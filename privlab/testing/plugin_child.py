@@ -26,7 +26,7 @@ from safetensors.torch import save
 from torch import Generator, Tensor
 
 from privlab.base import foreign_error
-from privlab.testing.confined import confine
+from privlab.testing.confined import confine, end_with
 from privlab.threat import AttackDeclarations, DefenseDeclarations, Draws
 
 MODULE = "privlab_benchmark_entry"
@@ -178,9 +178,10 @@ def _write(pipe: int, message: bytes) -> None:
 def _answered(task: Task, call: bytes, ours: tuple[int, int]) -> bytes:
     """Return the answer to a call, which a forked process gives within the limits."""
     reader, writer = os.pipe()
-    forked = os.fork()
+    asker, forked = os.getpid(), os.fork()
     if forked == 0:
         try:
+            end_with(asker)
             os.setsid()
             for pipe in (*ours, reader):
                 os.close(pipe)
