@@ -179,5 +179,7 @@ def test_the_package_s_result_is_measured_again(
 ) -> None:
     of = read_card(PACKAGE / f"cards/local-training-{name}.toml")
     given = ("--weights", shared("weights/vit_tiny_patch16_224.safetensors")) if of.victim_name == "vit_ti" else ()
-    found = cli("benchmark", "verify", PACKAGE / f"results/local-training-{name}.json", "--json", *given).json
+    # some draws of MJP are refused, since a search ends elsewhere on a photograph (docs/studies/benchmark.md)
+    result = PACKAGE / f"results/local-training-{name}.json"
+    found = cli("benchmark", "verify", result, "--seed", 5, "--json", *given).json
     assert found["apart"] <= found["tolerance"]
