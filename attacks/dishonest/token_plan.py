@@ -29,7 +29,7 @@ _UNKNOWN = 0.35
 """The share of the neurons that see the tokens with E_unk, where there is one."""
 
 _SHARPNESS = 4000.0
-"""The pre-activations that the narrowest bin spans. GELU is 0 or the identity but for about 10 of them."""
+"""The pre-activations that the narrowest bin spans. GELU is 0 or the identity except for about 10 of them."""
 
 RESERVED = 5
 """Channels of a token that hold no pixels: a constant, a zero, and the point of its slot on a sphere."""

@@ -117,7 +117,7 @@ def rotation(n: int, draw: Generator) -> Float[Tensor, "n n"]:
 
 
 def _fill(state: dict[str, Tensor], model: VictimModel, R: Tensor, noise: float, draw: Generator) -> None:
-    """Replace what attention and MLPs compute by noise, but for attention to oneself and the last attention's mean.
+    """Replace what attention and MLPs compute by noise, except attention to oneself and the last attention's mean.
 
     Args:
         state: the rotated weights, which are changed.

@@ -66,7 +66,7 @@ def check_source(text: str, where: str) -> None:
     except SyntaxError as error:
         raise PrivlabError(f"{where}, line {error.lineno}: this is not valid Python: {error.msg}.") from None
     except (MemoryError, RecursionError, ValueError) as error:  # nested too deeply; half a character
-        raise PrivlabError(f"{where} is no Python that can be read: {one_line(error, kind=True)}.") from None
+        raise PrivlabError(f"{where} cannot be read as Python: {one_line(error, kind=True)}.") from None
     for node in ast.walk(tree):
         for name in _reached(node):
             raise PrivlabError(

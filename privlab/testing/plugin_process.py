@@ -235,7 +235,7 @@ def _refuse(what: str) -> NoReturn:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Refuse an answer whose use fails, since a part of it is of another kind or shape."""
+    """Refuse an answer whose use fails, since a part of it has another kind or shape."""
     try:
         yield
     except PrivlabError:

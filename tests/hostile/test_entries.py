@@ -55,7 +55,7 @@ def plugin(request: pytest.FixtureRequest) -> Iterator[Plugin]:
 
 @pytest.fixture(scope="module")
 def kinds(plugin: Plugin) -> dict[str, Any]:
-    """Return the classes that stand in for the tricks."""
+    """Return the classes by which the tricks are called."""
     return plugin.stand_ins()
 
 
@@ -226,7 +226,7 @@ SOURCES = ("-" * 10**4 + "1", "a" + ".b" * 10**4, "(" * 10**4, "a = 1\x00", "a =
 
 @pytest.mark.parametrize("text", SOURCES, ids=range(len(SOURCES)))
 def test_source_that_is_too_deep_or_too_long_is_refused(text: str) -> None:
-    with pytest.raises(PrivlabError, match=r"no Python|not valid Python|At most"):
+    with pytest.raises(PrivlabError, match=r"cannot be read as Python|not valid Python|At most"):
         check_source(text, "plug-in.py")
 
 
