@@ -61,13 +61,13 @@ _EQUAL = 1e-7
 """The mean squared difference of two tokens that are one."""
 
 
-def _token_gain(model: VictimModel, images: int, client: Client | None, forward: float) -> float:
+def _token_gain(plan: Plan, images: int, client: Client | None) -> float:
     """Return Γ, with which gradients are far above the rounding of the weights, and of Adam as large as its ε."""
     if client is None or client.optimiser == "sgd":
-        return 1 / forward
+        return 1 / plan.forward
     # The δ of a token is about 0.1 / (N B) of the weight of the MLPs' output, and an entry of u at most √D.
-    delta = 0.1 * forward / (model.vit.patch_embed.num_patches * images)
-    return client.eps / (delta * math.sqrt(model.vit.embed_dim))
+    delta = 0.1 * plan.forward / (plan.slots * images)
+    return client.eps / (delta * math.sqrt(plan.model.vit.embed_dim))
 
 
 def _obstacle(model: VictimModel) -> str | None:
@@ -189,7 +189,7 @@ class TokenBins:
                 state[name][..., 0] = plan.constant
         # The neurons, slot by slot, in all blocks but the last; each block's output goes to the constant channel.
         # LayerNorm multiplies tokens by Γ and neurons divide by it: updates of small weights lose less to rounding.
-        neurons, gain, done = torch.cat(plan.neurons), _token_gain(model, images, client, plan.forward), 0
+        neurons, gain, done = torch.cat(plan.neurons), _token_gain(plan, images, client), 0
         for i, width in enumerate(widths(model)):
             own = neurons[done : done + width]
             state[f"blocks.{i}.norm2.weight"] *= gain
@@ -306,15 +306,17 @@ def _images(
     values = ((tokens - b) / a)[:, RESERVED : RESERVED + len(plan.transform)] @ plan.transform
     patches = torch.full((count, plan.slots, values.shape[1]), math.nan, dtype=values.dtype)
     values = _completed(values, plan.whole[len(plan.transform) :])
-    shown = slots < plan.slots
-    groups = _grouped(rho[shown], slots[shown], count)
+    hidden = slots == plan.slots
+    of_masked = rho[hidden], values[hidden]
+    rho, slots, values = (each[~hidden] for each in (rho, slots, values))
+    groups = _grouped(rho, slots, count)
     for image, members in enumerate(groups):
         patches[image, slots[members]] = values[members]
     if groups:
-        _fill(patches, groups, rho[shown], slots[shown], values[shown])
-    masked, hidden = patches.isnan().any(2), slots == plan.slots
+        _fill(patches, groups, rho, slots, values)
+    masked = patches.isnan().any(2)
     if groups and hidden.any():
-        _fill_masked(patches, [rho[members].median() for members in groups], rho[hidden], values[hidden])
+        _fill_masked(patches, [rho[members].median() for members in groups], *of_masked)
     lost = patches.isnan().any(2)
     for image, missing in zip(patches, lost, strict=True):
         image[missing] = image[~missing].mean(0) if (~missing).any() else 0.0

@@ -84,10 +84,10 @@ class SentWeightsStudy:
         """Run the study, write its rows to `facts.json` of a folder after each one, and return them.
 
         A row has `kind` ("trained", "random", "round", "attack", "mixed", "neurons", "steepness", "noise" or
-        "hidden"), `name`,
-        `x` (the strength, the number of neurons, the steepness or the noise), `by_test` and `by_statistics`, `readable`
-        (the largest share of patches that the test counts in a layer), `read` and `recognisable` (the shares of the
-        patches of the batch that the server reads with a relative error of 0.1 or 0.3 at most), and each statistic.
+        "hidden"), `name`, `x` (the strength, the number of neurons, the steepness or the noise; of hidden versions the
+        share of the mixture), `by_test` and `by_statistics`, `readable` (the largest share of patches that the test
+        counts in a layer), `read` and `recognisable` (the shares of the patches of the batch that the server reads with
+        a relative error of 0.1 or 0.3 at most), and each statistic.
         """
         rows: list[dict[str, Any]] = []
         out.mkdir(parents=True, exist_ok=True)
@@ -158,8 +158,7 @@ def _manipulated(
     model, half = copy.deepcopy(base), len(images) // 2
     manipulation(model, images[:half])
     row = audit_row(kind, name, audit_sent_weights(model, images[half:])) | {"x": x}
-    errors = _reading_errors(model, images[half:])
-    return row | {"read": _share(errors <= 0.1), "recognisable": _share(errors <= 0.3)}
+    return row | _shares(_reading_errors(model, images[half:]))
 
 
 def hidden_row(
@@ -184,12 +183,12 @@ def hidden_row(
     sought, read = (patchify(base.normalise(each), base.patch) for each in (images, found.clamp(0, 1)))
     errors = (read - sought).norm(dim=2) / sought.norm(dim=2)
     row = audit_row("hidden", name, audit_sent_weights(audited, images)) | {"x": x}
-    shares = {"read": _share(errors <= 0.1), "recognisable": _share(errors <= 0.3)}
-    return row | shares | {"psnr": float(psnr(found, images).median())}
+    return row | _shares(errors) | {"psnr": float(psnr(found, images).median())}
 
 
-def _share(of: Tensor) -> float:
-    return float(of.double().mean())
+def _shares(errors: Tensor) -> dict[str, float]:
+    """Return the shares of the patches that are read with these relative errors, and of those that are recognisable."""
+    return {name: float((errors <= most).double().mean()) for name, most in (("read", 0.1), ("recognisable", 0.3))}
 
 
 def _reading_errors(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, " n"]:

@@ -66,6 +66,7 @@ from .sources import classes_in as classes_in
 from .sources import parse_docstring as parse_docstring
 from .sources import parts_of as parts_of
 from .streams import CLOSED as CLOSED
+from .streams import CONTROLS_BEYOND_ASCII as CONTROLS_BEYOND_ASCII
 from .streams import OutputClosed as OutputClosed
 from .streams import Stream as Stream
 from .streams import end_streams as end_streams

@@ -15,7 +15,10 @@ from typing import TextIO
 
 from privlab.base.errors import PrivlabError
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+CONTROLS_BEYOND_ASCII = r"\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+"""DEL, and control characters that are not ASCII, as a regular expression has them between brackets."""
+
+_CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f{CONTROLS_BEYOND_ASCII}]")
 """Characters that move the cursor, or change colours, the title or the direction of writing; no line end or tab."""
 _LONGEST = 2000
 

@@ -23,7 +23,7 @@ from rich.protocol import rich_cast
 from rich.table import Column, Table
 from rich.text import Text
 
-from privlab.base import Stream, plain_data, printable, unwritable
+from privlab.base import CONTROLS_BEYOND_ASCII, Stream, plain_data, printable, unwritable
 from privlab.cli.options import debug, json_
 from privlab.evaluation.names import check_stated
 from privlab.experiments.tables.named import experiment_names
@@ -38,9 +38,6 @@ EXAMPLES: Mapping[str, list[str]] = tomllib.loads(
 )
 """Whole command lines by the words of their command, without `privlab`; a test checks their options."""
 
-
-_BEYOND_ASCII = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters that JSON need not escape."""
 
 WIDTH = 80
 """The columns of a terminal that every reader has."""
@@ -310,7 +307,8 @@ def print_fitted(shown: RenderableType) -> None:
 def print_json(value: object) -> None:
     """Print data to standard output as JSON, as `plain_data` has it; γ is escaped where the output is not UTF-8."""
     text = json.dumps(plain_data(value), indent=2, ensure_ascii=not Console().encoding.startswith("utf"))
-    click.echo(_BEYOND_ASCII.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    # JSON need not escape these.
+    click.echo(re.sub(f"[{CONTROLS_BEYOND_ASCII}]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_either(as_json: bool, data: object, *lines: object) -> None:
