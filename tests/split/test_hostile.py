@@ -113,12 +113,14 @@ def still_open(connections: list[socket.socket]) -> int:
 @pytest.mark.parametrize("first", [b"", HTTP2, HTTP2[:20]], ids=["nothing", "a connection", "a part of one"])
 def test_connections_have_a_ceiling_and_a_deadline(first: bytes, server: Any, client: Any, tiny: Any) -> None:
     """Connections that say nothing, or no more than that they speak HTTP/2, took a file descriptor each for minutes."""
-    with ExitStack() as closing, server(limits=Limits(sessions=2, idle=2.0)) as (running, _):
+    with ExitStack() as closing, server(limits=Limits(sessions=2, idle=4.0)) as (running, _):
         connections = []
         for _ in range(150):
             connections.append(closing.enter_context(socket.create_connection(("127.0.0.1", running.port), 5)))
             connections[-1].sendall(first)
-        time.sleep(0.5)
+        until = time.monotonic() + 3  # before a connection is closed for its silence
+        while still_open(connections) > 128 and time.monotonic() < until:
+            time.sleep(0.1)
         assert still_open(connections) <= 128
         until = time.monotonic() + 20
         while still_open(connections) and time.monotonic() < until:
