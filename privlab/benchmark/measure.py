@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -245,22 +245,22 @@ class Measurement:
         (name,) = (name for name, (_, counted) in _runs(spec, BUNDLED).items() if row["image_sha256"] in counted)
         return self._directory(spec, name)
 
-    def again(self, case: TrackCase, setting: str, draw: int) -> pd.DataFrame:
-        """Return the records of one draw and all photographs, with the controls, which a result has of draw 0 alone.
+    def again(self, case: TrackCase, setting: str, draws: Collection[int]) -> pd.DataFrame:
+        """Return the records of some draws and all photographs, with the controls, which a result has of draw 0 alone.
 
         Args:
             case: the case of the track, one of `cases`.
             setting: "a" or "c".
-            draw: the number of the draw, from 0.
+            draws: the numbers of the draws, from 0.
         """
-        attacks = {draw: self.attacks_on(case, setting)}
-        if draw:  # the controls do not depend on the attack: one of the track's is enough for those of draw 0
+        attacks = dict.fromkeys(draws, self.attacks_on(case, setting))
+        if 0 not in attacks:  # the controls do not depend on the attack: one of the track's is enough for them
             attacks[0] = replace(self, attacks=None).attacks_on(case, setting)[:1]
         found: list[pd.DataFrame] = []
         for number, used in attacks.items():
             spec = replace(self.specification(case, setting, used), draw=number)
             rows = pd.concat([self._run(case, spec, part) for part in self.how.parts], ignore_index=True)
-            found.append(rows if number == draw else rows.loc[rows.attack.str.startswith(CONTROL)])
+            found.append(rows if number in draws else rows.loc[rows.attack.str.startswith(CONTROL)])
         return _scored(pd.concat(found, ignore_index=True), self.card.of)
 
     def _with_draws(self, case: TrackCase, setting: str) -> Case:

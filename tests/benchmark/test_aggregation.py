@@ -109,7 +109,7 @@ def test_the_rows_name_what_is_a_setting_of_the_clients(tmp_path: Path, monkeypa
     assert found.groupby("case").image_sha256.nunique().tolist() == [14] * 4
     assert len(found) == 4 * 14
     hashes = list(photographs("bundled"))
-    again = Measurement(card()).again(OF.cases[0], "c", 0)
+    again = Measurement(card()).again(OF.cases[0], "c", [0])
     assert again.defense.tolist() == [AGGREGATION] * 14
     assert again.image_sha256.tolist() == hashes
 
@@ -179,7 +179,6 @@ def test_the_package_s_result_is_measured_again(
 ) -> None:
     of = read_card(PACKAGE / f"cards/local-training-{name}.toml")
     given = ("--weights", shared("weights/vit_tiny_patch16_224.safetensors")) if of.victim_name == "vit_ti" else ()
-    # some draws of MJP are refused, since a search ends elsewhere on a photograph (docs/studies/benchmark.md)
     result = PACKAGE / f"results/local-training-{name}.json"
     found = cli("benchmark", "verify", result, "--seed", 5, "--json", *given).json
     assert found["apart"] <= found["tolerance"]
