@@ -119,10 +119,22 @@ def test_the_temporary_file_is_a_new_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@A1", "\t=1+1", "\r=1+1", " =1+1", "\n=1+1", "\uff1d1+1"])
+@pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@A1", " =1+1", "\x00=1+1", '"=1+1', "\uff1d1+1"])
 def test_a_formula_is_a_text_in_a_spreadsheet(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
     assert csv_cell("-1.5") == "-1.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        *(("\t=1", "\t'=1"), ("\r=1", "\r'=1"), ("\n=1", "\n'=1"), ("cat;=1", "cat;'=1"), ('cat"; =1', "cat\";' =1")),
+        *(('cat;"@A1', "cat;'\"@A1"), ("-x;\n-y", "'-x;\n'-y"), ("a-b; c=1", "a-b; c=1"), ("'=1", "'=1")),
+    ],
+)
+def test_a_formula_that_begins_within_a_cell_is_a_text_in_a_spreadsheet(text: str, cell: str) -> None:
+    """Where the comma is the decimal mark, a spreadsheet divides the lines of CSV at semicolons."""
+    assert csv_cell(text) == cell
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
