@@ -168,9 +168,7 @@ def infer(
             patience.wait(lost)
 
 
-def _answers(
-    learner: Learner, remote: Remote, data: Dataset, fresh: str, progress: Progress
-) -> Float[Tensor, "n y"]:
+def _answers(learner: Learner, remote: Remote, data: Dataset, fresh: str, progress: Progress) -> Float[Tensor, "n y"]:
     size, answers = learner.contract.max_batch, []
     for start in range(0, len(data), size):
         images = data.pixels(slice(start, start + size))
