@@ -270,7 +270,7 @@ def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
         attacks = scores.groupby([*case, both.attack, both.geometry], dropna=False).mean()
         found[name] = attacks.groupby(level=levels).max()
         most[name] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
-    means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0])
+    means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0]).sort_index()
     apart = (means.now - means.was).abs().fillna(0.0).mask(means.now.isna() != means.was.isna(), math.inf)
     return means.assign(apart=apart, over=apart - means.index.get_level_values("what").map(most))
 

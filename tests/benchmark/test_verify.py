@@ -244,7 +244,7 @@ def test_where_the_mean_of_a_draw_is_off_the_mean_over_all_draws_decides(
     if elsewhere == 1:  # 40 / 14 / 10 dB
         assert "in 11 draws of 2 cases" in cli("benchmark", "verify", path, "--seed", seed).out
     else:
-        assert "mean worst case" in cli("benchmark", "verify", path, "--seed", seed).error
+        assert "the mean psnr of the leakiest attack" in cli("benchmark", "verify", path, "--seed", seed).error
     assert [draws for _, _, *draws in measured] == [[0], [3], [*range(10)]]
 
 
