@@ -375,7 +375,7 @@ def test_names_and_shapes_are_bounded_before_they_are_read() -> None:
     entries = {str(i): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2**15)}
     header = json.dumps(entries).encode()
     data = len(header).to_bytes(8, "little") + header
-    with pytest.raises(Refusal, match="Names and shapes take at most 1048576 bytes"):
+    with pytest.raises(Refusal, match="names and shapes take at most 1048576 bytes"):
         unpack_state(data, {"features": FEATURES}, torch.float32)
 
 

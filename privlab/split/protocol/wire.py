@@ -86,7 +86,8 @@ def chunks(data: bytes) -> list[bytes]:
 def _read(data: bytes, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors; refuse bytes with other names or types."""
     if (header := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
-        raise Refusal("INVALID_ARGUMENT", f"Names and shapes take at most {_MOST_HEADER} bytes. Found {header}.")
+        large = f"names and shapes take at most {_MOST_HEADER} bytes. Found {header}"
+        raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are not safetensors that are read: {large}.")
     try:
         found = load(data)
     except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError: a type that torch lacks
