@@ -128,11 +128,11 @@ _RIGHT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(_TEXTS, "a text"),
         **dict.fromkeys(("parameters", "utility", "reported"), "a table"),
         "against": "a list of names",
-        "secret_bits": "a number",
-        "epsilon": 'a number or "none"',
+        "secret_bits": "a finite number",
+        "epsilon": 'a finite number or "none"',
     },
-    "utility": {"measure": "a text", "how": "a text", "value": "a number"},
-    "reported": {"claim": "a text", "metric": "a text", "value": "a number"},
+    "utility": {"measure": "a text", "how": "a text", "value": "a finite number"},
+    "reported": {"claim": "a text", "metric": "a text", "value": "a finite number"},
 }
 """What the values of a card, and of its tables, must be."""
 

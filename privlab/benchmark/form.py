@@ -104,7 +104,7 @@ class Contents(TypedDict):
     card: str
     plugin: str | None
     versions: dict[str, str | None]
-    photographs: list[str]
+    photographs: list[Literal["bundled", "public", "hidden"]]
     admission: list[_Check]
     judged: dict[str, Any]
     rows: Rows

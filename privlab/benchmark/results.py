@@ -20,7 +20,7 @@ from privlab.base import PrivlabError, first, one_line, parse_json, read_bytes, 
 from privlab.benchmark.cards import Card, parse_card, read_card
 from privlab.benchmark.form import Contents, Infinite, Judged, Picture, check_form
 from privlab.benchmark.standing import PACKAGE, result_texts
-from privlab.benchmark.tracks import TRACKS, VERSION, track
+from privlab.benchmark.tracks import PARTS, TRACKS, VERSION, photographs, track
 from privlab.evaluation import COLUMNS, IDENTITY
 
 FORMAT = 1
@@ -51,7 +51,10 @@ class Result:
     @cached_property
     def card(self) -> Card:
         """Return the card of the entry, read once."""
-        return parse_card(self.data["card"], self.path)
+        card, name = parse_card(self.data["card"], self.path), self.data["track"]["name"]
+        if card.track != name:
+            raise PrivlabError(f"'{self.path}' was measured on the track '{name}', and its card is of '{card.track}'.")
+        return card
 
     @cached_property
     def rows(self) -> pd.DataFrame:
@@ -59,6 +62,11 @@ class Result:
         rows = from_rows(self.data["rows"])
         if missing := [name for name in _COLUMNS if name not in rows]:
             raise PrivlabError(f"'{self.path}' has rows without {first(missing)}. Submit the entry again.")
+        known = {sha256 for part in PARTS for sha256 in photographs(part)}
+        if self.card.of.photographs and (others := {*rows.image_sha256} - known):
+            raise PrivlabError(
+                f"'{self.path}' has rows of {len(others)} photographs that are not the track's. Submit the entry again."
+            )
         return rows
 
     @cached_property
@@ -87,7 +95,7 @@ class Result:
     def signer(self) -> str | None:
         """Return the public key of the signature, which was checked, in hex; None where there is none."""
         signature = self.data["signature"]
-        return signature.get("public_key") if "ed25519" in signature else None
+        return bytes.fromhex(signature["public_key"]).hex() if "ed25519" in signature else None  # one way to write it
 
 
 def to_rows(records: pd.DataFrame) -> dict[str, Any]:

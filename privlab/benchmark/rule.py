@@ -321,8 +321,11 @@ def _as_its_rows_say(result: Result) -> Result:
         return result.concluding(found)
     names = dict.fromkeys(result.rows.get("entry", [card.name]))
     found = {str(name): judge(result.rows_on(str(name)), card.of) for name in names}
-    check_concluded(result, found if card.kind == "attack" else found[card.name], OF_ROWS)
-    return result
+    if card.kind == "defense":
+        check_concluded(result, found[card.name], OF_ROWS)
+        return result
+    check_concluded(result, found, OF_ROWS)
+    return result.concluding({name: result.data["judged"][name] for name in found})  # of others it has no rows
 
 
 def _standing(result: Result, theirs: Sequence[Result]) -> Standing:

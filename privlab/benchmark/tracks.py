@@ -20,6 +20,9 @@ TRACKS = ("gradients", "updates", "local-training", "features", "weights", "dish
 BUNDLED = "bundled"
 """The part of the photographs that comes with privlab's dependencies; the files of the others are the user's."""
 
+PARTS = (BUNDLED, "public", "hidden")
+"""The parts of the photographs of all tracks that have some."""
+
 
 @dataclass(frozen=True)
 class TrackVictim:

@@ -6,20 +6,22 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from privlab.base import PrivlabError, collect_warnings
 from privlab.benchmark.cards import CHECKED, Card, instances
-from privlab.benchmark.measure import Measurement, Photographs, case_label
+from privlab.benchmark.measure import KEPT, Measurement, Photographs, as_kept, case_label
 from privlab.benchmark.plugins import check_source, installed
-from privlab.benchmark.results import Result, defense_entries, read_result
+from privlab.benchmark.results import Result, defense_entries, from_rows, read_result, to_rows
 from privlab.benchmark.rule import check_concluded, conclude
 from privlab.benchmark.server import measure_checks
 from privlab.benchmark.submit import checks_of, worth_of
-from privlab.benchmark.tracks import BUNDLED
+from privlab.benchmark.tracks import BUNDLED, PARTS, photographs
 from privlab.benchmark.weights import measure_keys
 from privlab.evaluation import CONTROL
+from privlab.metrics import DECIBELS, MIRRORED
 from privlab.report.tables import sign_of
 
 _COMPARED_DB = 60.0
@@ -33,6 +35,12 @@ _AGREE = 0.9
 
 _PLACE = ["case", "attack", "geometry", "image_sha256"]
 """What a row measures, besides the draw."""
+
+_STATED = (
+    *("victim", "victim_params", "weights_sha256", "block", "release", "cut_layer", "defense", "defense_params"),
+    *("setting", "effort", "image", "label_origin", "seed", "dtype", "batch_images", "external"),
+)
+"""What a row says of a measurement, from which the rule concludes too."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ def verify(
     card, source = result.card, result.data["plugin"]
     if source is not None:
         check_source(source, f"{path}, its plug-in")
-    parts = (BUNDLED,) if folder is None else tuple(result.data["photographs"])
+    parts = (BUNDLED,) if folder is None else _parts(result)
     how = Photographs(parts, folder, weights, public)
     chance = random.Random(seed)
     with installed(card, source), collect_warnings([]):
@@ -98,10 +106,13 @@ def verify(
         if not admission_last:
             _check_stated(result, card, how, chance)
         if card.track == "weights":
-            return _compared(result, measure_keys(card), card, parts, seed)
+            again = measure_keys(card)
+            _check_draws(result, result.rows, again)
+            return _compared(result, again, card, parts, seed)
         if card.track == CHECKED:
             again, worth, _ = measure_checks(card, how)
             _check_same(result, "utility", worth)
+            _check_draws(result, result.rows, again)
             return _compared(result, again, card, parts, seed)
         if card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
@@ -111,6 +122,11 @@ def verify(
         if admission_last:
             _check_stated(result, card, how, chance)
     return _compared(result, again, card, parts, seed)
+
+
+def _parts(result: Result) -> tuple[str, ...]:
+    """Return the parts of which a result has photographs; what it says of them may leave out some."""
+    return tuple(part for part in PARTS if result.rows.image_sha256.isin(photographs(part)).any())
 
 
 def _check_stated(result: Result, card: Card, how: Photographs, chance: random.Random) -> None:
@@ -174,17 +190,25 @@ def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: rando
         rows, of_case = own.again(case, setting, [chance.randrange(draws)]), before.loc[before.case == label]
         _check_draws(result, of_case, rows, draws)
         both = _beside(rows, of_case, own.card)
-        if draws > 1 and both.agrees.mean() >= _AGREE and _means(both).apart.max() > own.card.of.tolerance_db:
+        if draws > 1 and both.agrees.mean() >= _AGREE and (_means(both, own.card).over > 0).any():
             rows = own.again(case, setting, range(draws))
         yield rows
 
 
-def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draws: int) -> None:
-    """Raise PrivlabError if an attack that runs on a case lacks a photograph or a draw there, or another one has it."""
-    attacked = [rows.loc[~rows.attack.str.startswith(CONTROL)] for rows in (before, again)]
-    said, ran = (rows.loc[rows.image_sha256.isin(again.image_sha256)] for rows in attacked)
-    expected = {(*key, draw) for key in zip(ran.attack, ran.image_sha256, strict=True) for draw in range(draws)}
-    found = {*zip(said.attack, said.image_sha256, said.draw, strict=True)}
+def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draws: int | None = None) -> None:
+    """Raise PrivlabError if an attack that runs on a case lacks a photograph or a draw there, or another one has it.
+
+    The same holds for a control, which has one draw, in each geometry.
+
+    Args:
+        result: the file.
+        before: its rows of the case.
+        again: those that were measured.
+        draws: how many draws there must be; None for those of `again`.
+    """
+    if result.card.of.photographs:
+        before = before.loc[before.image_sha256.isin(again.image_sha256)]
+    expected, found = _keys(again, draws), _keys(before, None)
     if expected != found:
         raise PrivlabError(
             f"{result.path}: the case '{again.case.iloc[0]}' must have {len(expected)} scores by attack, photograph "
@@ -192,26 +216,63 @@ def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draw
         )
 
 
+def _keys(rows: pd.DataFrame, draws: int | None) -> set[tuple[Any, ...]]:
+    """Return what rows measure: case, attack, photograph and draw, of a control the geometry as well."""
+    geometry = rows.geometry.where(rows.attack.str.startswith(CONTROL), "any")
+    keys = zip(rows.case, rows.attack, geometry, rows.image_sha256, rows.draw, strict=True)
+    if draws is None:
+        return {*keys}
+    found: set[tuple[Any, ...]] = set()
+    for *key, draw in keys:
+        every = range(draws) if key[2] == "any" else (draw,)
+        found.update((*key, number) for number in every)
+    return found
+
+
 def _beside(again: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFrame:
-    """Return rows that were measured again, with what they leak `now`, what it `was`, and whether that `agrees`."""
-    lead = card.of.lead
-    scale = (1.0 if lead == "psnr" else 100.0) * sign_of(lead)  # a share in per cent
+    """Return rows that were measured again, with what they leak `now`, what it `was`, and whether that `agrees`.
+
+    Values of the file are in columns that end with "_was".
+    """
+    lead, again = card.of.lead, from_rows(to_rows(again))
     place = [*(["entry"] if "entry" in again else []), *_PLACE, "draw"]
-    both = again.merge(before[[*place, lead, "status"]], on=place, how="left", suffixes=("", "_was"))
-    both["now"], both["was"] = (
-        both[name].clip(upper=_COMPARED_DB / abs(scale)) * scale for name in (lead, f"{lead}_was")
-    )
+    both = again.merge(before.reindex(columns=again.columns), on=place, how="left", suffixes=("", "_was"))
+    both["now"], both["was"] = _leaks(both, lead), _leaks(both, f"{lead}_was")
     same_score = (both.now - both.was).abs().le(card.of.tolerance_db) | (both.now.isna() & both.was.isna())
     return both.assign(agrees=same_score & (both.status == both.status_was))
 
 
-def _means(both: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean worst case of each case, and of its controls, `now` and before, and how far they are `apart`."""
+def _leaks(both: pd.DataFrame, name: str) -> pd.Series:
+    """Return a column of scores so that more leaks, in dB up to `_COMPARED_DB`, or a share in per cent."""
+    metric, of = _metric(name), both[name].astype("float64")
+    return of.clip(upper=_COMPARED_DB) if metric in DECIBELS else 100.0 * sign_of(metric) * of
+
+
+def _metric(column: str) -> str:
+    """Return the metric of a column, which may be that of the file, and against the mirrored photograph."""
+    column = column.removesuffix("_was")
+    return next((metric for metric, mirrored in MIRRORED.items() if mirrored == column), column)
+
+
+def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
+    """Return what each case, and its controls, leak `now` and before, how far that is `apart`, and `over` what may be.
+
+    That is the mean worst case, by which cases are compared, and by each metric the mean of the leakiest attack: by the
+    lead metric it is the score, and the verdict follows from all of them.
+    """
     control = both.attack.str.startswith(CONTROL).rename("control")
     case = [*(both[name] for name in ("entry", "case") if name in both), control]
+    levels = [*range(len(case))]
     worst = both[["now", "was"]].groupby([*case, both.draw, both.image_sha256], dropna=False).max()
-    means = worst.groupby(level=[*range(len(case))]).mean()
-    return means.assign(apart=(means.now - means.was).abs())
+    found, most = {"worst case": worst.groupby(level=levels).mean()}, {"worst case": card.of.tolerance_db}
+    for name in as_kept(both, card.of).columns.difference(KEPT, sort=False):
+        scores = pd.DataFrame({"now": _leaks(both, name), "was": _leaks(both, f"{name}_was")})
+        attacks = scores.groupby([*case, both.attack, both.geometry], dropna=False).mean()
+        found[name] = attacks.groupby(level=levels).max()
+        most[name] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
+    means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0]).sort_index()
+    apart = (means.now - means.was).abs().fillna(0.0).mask(means.now.isna() != means.was.isna(), math.inf)
+    return means.assign(apart=apart, over=apart - means.index.get_level_values("what").map(most))
 
 
 def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str, ...], seed: int) -> Verified:
@@ -234,13 +295,22 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
             f"{result.path}: {confirmed} of {len(both)} rows that were measured again agree within {tolerance:g}. At "
             f"least {_AGREE:.0%} must."
         )
-    means = _means(both)
-    if (means.apart > tolerance).any():
-        at = means.apart.idxmax()
-        now, was = means.loc[at, ["now", "was"]] * sign_of(card.of.lead) / (1.0 if card.of.lead == "psnr" else 100.0)
+    for name in (*_STATED, "beyond_range"):
+        now, was = (both[each] if name in _STATED else both[each].notna() for each in (name, f"{name}_was"))
+        if (other := ~((now == was) | (now.isna() & was.isna()))).any():
+            said, found = was[other].iloc[0], now[other].iloc[0]
+            raise PrivlabError(
+                f"{result.path}: {name} is {str(found)[:100]!r} in rows that were measured again, and the result says "
+                f"{str(said)[:100]!r}."
+            )
+    means = _means(both, card)
+    if (means.over > 0).any():
+        *at, is_control, what = at_most = means.over.idxmax()
+        now, was, apart, over = means.loc[at_most]
+        of = what if what == "worst case" else f"{what} of the leakiest attack"
         raise PrivlabError(
-            f"{result.path}: the mean worst case of {', '.join(map(str, at[:-1]))}{' (controls)' if at[-1] else ''} is "
-            f"{now:.3f} now, and the result says {was:.3f}. They may differ by {tolerance:g}."
+            f"{result.path}: the mean {of} of {', '.join(map(str, at))}{' (controls)' if is_control else ''} is "
+            f"{now:.3f} now, and the result says {was:.3f}. They may differ by {apart - over:g}."
         )
     attacked = again.loc[~again.attack.str.startswith(CONTROL)]
     labels = attacked.case if "entry" not in attacked else attacked.entry + ", " + attacked.case
@@ -251,7 +321,7 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
         measured=len(both),
         confirmed=confirmed,
         share=round(confirmed / len(before), 4),
-        apart=round(float(means.apart.max()), 4),
+        apart=round(float(means.xs("worst case", level="what").apart.max()), 4),
         tolerance=tolerance,
         photographs=parts if card.of.photographs else (),
         seed=seed,

@@ -152,9 +152,10 @@ def add_external(directory: Path, file: Path, as_json: bool) -> None:
 def report(directory: Path, out: Path | None, as_json: bool) -> None:
     """Write one self-contained HTML page about a run."""
     from privlab.report.run import Run
+    from privlab.report.tables import read_from
 
     path = out or directory / "report.html"
-    with shared.warned():
+    with shared.warned(), read_from(directory):
         run = Run(directory)
         if path.suffix == ".md":
             run.to_markdown(path)
@@ -171,12 +172,12 @@ def report(directory: Path, out: Path | None, as_json: bool) -> None:
 def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> None:
     """Draw the figures that the experiment of a run asks for."""
     from privlab.report.figures import write_figures
-    from privlab.report.tables import load_results
+    from privlab.report.tables import load_results, read_from
 
     wanted = formats.split(",")
     if unknown := [name for name in wanted if name not in _FORMATS]:
         raise PrivlabError(f"--format must be {', '.join(_FORMATS)}. Found '{unknown[0]}'.")
-    with shared.warned():
+    with shared.warned(), read_from(directory):
         paths = write_figures(load_results(directory), out or directory / "figures", wanted)
     if not paths:
         shared.err.print("The run asks for no figures: [[figure]] of an experiment does.", markup=False)

@@ -1,6 +1,7 @@
 """TOML files whose mistakes are refused by file, line, value and what would be right."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,11 @@ def list_of(kind: type, value: object) -> bool:
     return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number that a float holds; whole numbers in TOML may have more digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < sys.float_info.max
+
+
 ANYTHING = "anything"
 
 RIGHT: Mapping[str, Callable[[Any], object]] = {
@@ -31,7 +37,8 @@ RIGHT: Mapping[str, Callable[[Any], object]] = {
     "a positive whole number": lambda value: type(value) is int and value > 0,
     "a list of whole numbers": lambda value: value and list_of(int, value),
     "a number": lambda value: type(value) in (int, float),
-    'a number or "none"': lambda value: type(value) in (int, float) or value == "none",
+    "a finite number": is_finite,
+    'a finite number or "none"': lambda value: value == "none" or is_finite(value),
     "a number in (0, 1)": lambda value: type(value) is float and 0 < value < 1,
     "the name of one victim": lambda value: isinstance(value, str) and value and "," not in value,
     "a, b or c": lambda value: isinstance(value, str) and value and "," not in value,

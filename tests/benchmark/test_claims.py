@@ -91,9 +91,10 @@ def test_a_key_adds_no_noise() -> None:
     ("value", "said"),
     [
         ({"epsilon": 0}, 'epsilon must be finite and above 0, or "none". Found 0'),
-        ({"epsilon": "inf"}, 'epsilon must be finite and above 0, or "none". Found inf'),
+        ({"epsilon": "inf"}, 'epsilon must be a finite number or "none". Found inf'),
         ({"secret_bits": -1}, "secret_bits must be finite and at least 0. Found -1"),
-        ({"secret_bits": "inf"}, "secret_bits must be finite and at least 0. Found inf"),
+        ({"secret_bits": "inf"}, "secret_bits must be a finite number. Found inf"),
+        ({"secret_bits": "1" + "0" * 400}, "secret_bits must be a finite number"),
     ],
 )
 def test_numbers_that_say_nothing_are_refused(value: dict[str, Any], said: str) -> None:

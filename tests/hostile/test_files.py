@@ -27,7 +27,7 @@ from privlab.base import (
     refuse_links,
     write_whole,
 )
-from privlab.evaluation import COLUMNS
+from privlab.evaluation import COLUMNS, SCHEMA
 from privlab.grids import read_experiment
 from privlab.images.datasets import parquet
 from privlab.images.manifest import read_manifest
@@ -37,6 +37,7 @@ from privlab.report.evidence import pictures_of
 from privlab.report.tables.results import results_of
 from privlab.report.tables.writers import csv_cell
 from privlab.split import read_token
+from privlab.stores import RunDirectory
 from privlab.victims.weights import read_state
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -119,10 +120,36 @@ def test_the_temporary_file_is_a_new_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@A1", "\t=1+1", "\r=1+1", " =1+1", "\n=1+1", "\uff1d1+1"])
+@pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+1", "@A1", " =1+1", "\x00=1+1", '"=1+1', "\uff1d1+1"])
 def test_a_formula_is_a_text_in_a_spreadsheet(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
     assert csv_cell("-1.5") == "-1.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        *(("\t=1", "\t'=1"), ("\r=1", "\r'=1"), ("\n=1", "\n'=1"), ("cat;=1", "cat;'=1"), ('cat"; =1', "cat\";' =1")),
+        *(('cat;"@A1', "cat;'\"@A1"), ("-x;\n-y", "'-x;\n'-y"), ("a-b; c=1", "a-b; c=1"), ("'=1", "'=1")),
+    ],
+)
+def test_a_formula_that_begins_within_a_cell_is_a_text_in_a_spreadsheet(text: str, cell: str) -> None:
+    """Where the comma is the decimal mark, a spreadsheet divides the lines of CSV at semicolons."""
+    assert csv_cell(text) == cell
+
+
+@pytest.mark.parametrize(
+    "odd", [{"versions": 1.5}, {"images": ["x"]}, {"commit": "x"}, {"attacks": 1}, {"hardware": True}, {"flags": 1}]
+)
+def test_a_report_of_a_run_that_states_anything_ends_in_one_line(
+    tmp_path: Path, cli: Callable[..., Any], odd: dict[str, Any]
+) -> None:
+    """Such a run was called a fault of privlab, after it had been read."""
+    run = RunDirectory.create(tmp_path)
+    names = {"cell": "c", "attack": "april", "geometry": "in_place", "status": "ok", "victim": "v", "setting": "a"}
+    run.write_records([{**names, "schema": SCHEMA, "image": "x", "image_sha256": "0" * 64, "psnr": 1.0}])
+    run.write_run({"specification": {"metrics": ["psnr"]}, "status": "finished", "written": "2026"} | odd)
+    assert "is not a run that privlab wrote, or it is damaged" in cli("report", tmp_path).error
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.benchmark import entries, site_files
 from privlab.benchmark.results import PACKAGE, entries_of, read_result, write_result
+from privlab.benchmark.rule import standings
+from privlab.benchmark.tracks import track
 
 MUTATIONS = 154
 
@@ -92,6 +95,34 @@ def test_a_result_whose_columns_do_not_fit_is_named(tmp_path: Path) -> None:
     write_result(data, tmp_path / "short.json")
     with pytest.warns(PrivlabWarning, match=r"short\.json.*values\. It is left out"):
         assert entries([tmp_path]) == entries()
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "1" + "0" * 400])
+@pytest.mark.parametrize("key", ["secret_bits", "epsilon"])
+def test_a_card_with_a_number_beyond_all_bounds_does_not_stop_the_page(tmp_path: Path, key: str, number: str) -> None:
+    """JSON has neither NaN nor infinity, and a whole number of 400 digits is no float: the page ended with an error."""
+    data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
+    data["card"] = re.sub(rf"(?m)^{key} = .*$", f"{key} = {number}", data["card"])
+    write_result(data, tmp_path / "a.json")
+    with pytest.warns(PrivlabWarning, match=f"{key} must be a finite number"):
+        assert [*entries_of(tmp_path)] == []
+
+
+def test_an_attack_that_names_a_defense_without_rows_does_not_enter_there(tmp_path: Path) -> None:
+    data = json.loads((PACKAGE / "results/gradients-norm-regression.json").read_text("utf-8"))
+    data["plugin"] = "class Plugin: pass"  # whose words are not derived from its rows
+    data["judged"]["gradient-quantisation"] = {**next(iter(data["judged"].values())), "knows": True}
+    attack = write_result(data, tmp_path / "a.json")
+    (row,) = standings([read_result(PACKAGE / "results/gradients-quantisation.json"), attack])
+    assert row.external_by == ()
+
+
+def test_a_result_of_another_track_than_its_card_s_is_left_out(tmp_path: Path) -> None:
+    data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
+    data["track"] = {**data["track"], "name": "updates", "sha256": track("updates").sha256}
+    write_result(data, tmp_path / "a.json")
+    with pytest.warns(PrivlabWarning, match="track 'updates', and its card is of 'gradients'"):
+        assert [*entries_of(tmp_path)] == []
 
 
 def test_page_survives_versions_and_file_names_of_strangers(tmp_path: Path) -> None:

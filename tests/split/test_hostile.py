@@ -1,5 +1,6 @@
 """Peers that mean harm: callers without the token, clients that do not read or ask for too much, a false server."""
 
+import json
 import os
 import socket
 import threading
@@ -17,10 +18,12 @@ import torch
 from privlab.base import PrivlabError
 from privlab.release import Recorder
 from privlab.split.client.client import Client
+from privlab.split.client.loops import infer
 from privlab.split.protocol.checkpoint import private_folder
+from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.split_pb2 import Contract as Terms
 from privlab.split.protocol.split_pb2 import Open, Opened, Reply, Request, Tensors
-from privlab.split.protocol.wire import pack
+from privlab.split.protocol.wire import pack, unpack_state
 from privlab.split.server.entrance import Entrance
 from privlab.split.server.server import METHOD, SERVICE
 from privlab.split.server.session import Limits
@@ -346,6 +349,34 @@ def test_a_server_that_opens_sessions_and_ends_them_is_given_up(tiny: Any, tmp_p
         learner = tiny.learner(own_weights=True)  # so that the hash of the weights is not asked for
         with pytest.raises(PrivlabError, match="--retry-for"):
             tiny.Trainer(learner, patient, tmp_path).train(tiny.batches(), 1)
+
+
+def test_a_server_that_disconnects_gets_the_same_features_again(tiny: Any) -> None:
+    """Each time it got other draws of the same images: a defense by noise averaged out, as often as it disconnected."""
+    seen: list[bytes] = []
+
+    def answers(request: Request) -> bytes | None:
+        if request.WhichOneof("kind") == "open":
+            return opened()
+        seen.append(request.infer)
+        return None if len(seen) < 3 else Reply(inferred=pack("outputs", FEATURES)).SerializeToString()
+
+    learner = tiny.learner("row-permutation", own_weights=False)
+    with false_server(answers) as address:
+        patient = Client(address, tiny.TOKEN, timeout=10.0, retry_for=1.0)
+        with pytest.raises(PrivlabError, match="must be"):  # of another shape
+            infer(learner, patient, tiny.batches().data)
+    assert len(seen) == 3
+    assert len({*seen}) == 1
+
+
+def test_names_and_shapes_are_bounded_before_they_are_read() -> None:
+    """Eleven MiB of tensors without a number took nine seconds and 280 MiB; a message may have 256 MiB."""
+    entries = {str(i): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2**15)}
+    header = json.dumps(entries).encode()
+    data = len(header).to_bytes(8, "little") + header
+    with pytest.raises(Refusal, match="names and shapes take at most 1048576 bytes"):
+        unpack_state(data, {"features": FEATURES}, torch.float32)
 
 
 def test_no_proxy_sees_the_token(server: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

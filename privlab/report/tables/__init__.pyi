@@ -26,6 +26,7 @@ from .results import CaseFacts as CaseFacts
 from .results import Results as Results
 from .results import case_names as case_names
 from .results import load_results as load_results
+from .results import read_from as read_from
 from .results import results_of as results_of
 from .rows import Row as Row
 from .rows import Score as Score

@@ -3,7 +3,8 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -139,11 +140,18 @@ def load_results(path: Path) -> Results:
     facts, records = run.read_run(), run.store.frame()
     if "experiment" not in facts and "specification" not in facts:
         raise PrivlabError(f"'{path}' is not a run of privlab: its run.json has neither experiment nor specification.")
-    try:
+    with read_from(path):
         return _results(path, facts, records)
+
+
+@contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """Raise PrivlabError for any error within: whoever wrote the files of a directory may have stated anything."""
+    try:
+        yield
     except PrivlabError:
         raise
-    except Exception as error:  # whoever wrote the files may have stated anything of any type
+    except Exception as error:
         reason = one_line(error, kind=True)
         raise PrivlabError(f"'{path}' is not a run that privlab wrote, or it is damaged ({reason}).") from error
 

@@ -210,16 +210,17 @@ class Table:
         return out.getvalue()
 
 
-_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
-"""What begins a formula of a spreadsheet, also in full width."""
+_FORMULA = re.compile(r"(?:^|(?<=[;\t\r\n]))(?=(?:[^\S\t\r\n]|[\x22\0])*[=+\-@\uff1d\uff0b\uff0d\uff20])")
+"""Where a formula of a spreadsheet begins, also in full width, and in a cell that begins after a semicolon: some
+spreadsheets divide a line there, whatever quotes the cell has."""
 
 
 def csv_cell(text: str) -> str:
-    """Return a text for a cell of CSV: behind an apostrophe, if a spreadsheet would take it for a formula."""
+    """Return a text for a cell of CSV, with an apostrophe before what a spreadsheet would take for a formula."""
     try:
         float(text)
     except ValueError:
-        return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
+        return _FORMULA.sub("'", text)
     return text
 
 

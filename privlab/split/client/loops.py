@@ -141,7 +141,8 @@ def infer(
 ) -> Float[Tensor, "n y"]:
     """Return the class probabilities of each image, computed by the learner and the T of a session.
 
-    Permutations and noise are drawn again from the operating system's CSPRNG; P_C is the learner's.
+    Permutations and noise are drawn again from the operating system's CSPRNG; P_C is the learner's. A server that
+    disconnects gets the same features again: other draws of one image would average out.
 
     Args:
         learner: the client's half, after as many steps as the session's T.
@@ -156,18 +157,19 @@ def infer(
     patience = Patience(client.retry_for, client.tell)
     contract, step = learner.contract, learner.step
     weights = learner.initial_weights() if contract.own_weights and step == 0 else None
+    fresh = secrets.token_hex(32)
     while True:
         opened = client.session(contract, session=session, steps=[step], saved=step, weights=weights)
         try:
             with full_precision(), opened as remote:
                 patience.meet()
-                return _answers(learner, remote, data, progress)
+                return _answers(learner, remote, data, fresh, progress)
         except Lost as lost:
             patience.wait(lost)
 
 
-def _answers(learner: Learner, remote: Remote, data: Dataset, progress: Progress) -> Float[Tensor, "n y"]:
-    fresh, size, answers = secrets.token_hex(32), learner.contract.max_batch, []
+def _answers(learner: Learner, remote: Remote, data: Dataset, fresh: str, progress: Progress) -> Float[Tensor, "n y"]:
+    size, answers = learner.contract.max_batch, []
     for start in range(0, len(data), size):
         images = data.pixels(slice(start, start + size))
         with torch.no_grad():

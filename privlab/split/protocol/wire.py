@@ -19,6 +19,9 @@ from privlab.split.protocol.contract import Contract, Refusal
 HEADER_BYTES = 2**16
 """Room in a message for everything but the numbers, in bytes."""
 
+_MOST_HEADER = 16 * HEADER_BYTES
+"""The most bytes of the names and shapes before the numbers: each name becomes a tensor, also one without a number."""
+
 _CHUNK_BYTES = 2**22
 """The most bytes in one part of a large message."""
 
@@ -82,6 +85,9 @@ def chunks(data: bytes) -> list[bytes]:
 
 def _read(data: bytes, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors; refuse bytes with other names or types."""
+    if (header := int.from_bytes(data[:8], "little")) > _MOST_HEADER:
+        large = f"names and shapes take at most {_MOST_HEADER} bytes. Found {header}"
+        raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are not safetensors that are read: {large}.")
     try:
         found = load(data)
     except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError: a type that torch lacks
