@@ -56,6 +56,11 @@ class Result:
             raise PrivlabError(f"'{self.path}' was measured on the track '{name}', and its card is of '{card.track}'.")
         return card
 
+    @property
+    def entry(self) -> tuple[str, str]:
+        """Return what the result is of: the track, and the name of the card."""
+        return self.card.track, self.card.name
+
     @cached_property
     def rows(self) -> pd.DataFrame:
         """Return the records, read once: not to be written to."""
@@ -270,10 +275,10 @@ def entries(folders: Sequence[Path] = ()) -> list[Result]:
     found: dict[tuple[str, str], Result] = {}
     for results in (of_package(), *map(entries_of, folders)):
         for result in results:
-            before = found.get(key := (result.card.track, result.card.name))
+            before = found.get(result.entry)
             if before is not None and before.path.resolve() != result.path.resolve():
                 _check_replaces(before, result)
-            found[key] = result
+            found[result.entry] = result
     return list(found.values())
 
 

@@ -272,17 +272,20 @@ def standings(results: Iterable[Result], *, again: bool = False) -> list[Standin
         results: those of defenses and of attacks; a defense that a new attack was run on is judged again.
         again: whether the rows that are kept of this package's entries are concluded again too.
 
-    A result from elsewhere whose rows say something else, or nothing, is left out with a warning.
+    A result from elsewhere whose rows say something else, or nothing, is left out with a warning; the package's own of
+    the same entry, which it was to replace, stays.
     """
     given: list[Result] = []
     for result in results:
         try:
             given.append(_as_its_rows_say(result))
+            continue
         except PrivlabError as error:
             warn_left_out(result.path, error)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # whoever wrote the rows may have left out any column, or put anything into it
             warn(f"'{result.path}' has rows from which nothing can be concluded: {one_line(error)}. It is left out.")
+        given.extend(own for own in of_package() if own.entry == result.entry and own.path != result.path)
     kept = {} if again else {(row.track, row.name): row for row in concluded_rows()}
     rows: list[Standing] = []
     for result in given:
