@@ -8,8 +8,10 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor
 
@@ -39,6 +41,9 @@ _LIFTED = 0.3
 
 _ATTENTIVE = 10.0
 """The factor of the noise in the last queries and keys where the class token prefers bright patches."""
+
+_WEAK = 0.1
+"""Derivatives of less than this share of the largest are left out where A reads a constant, which hardly has one."""
 
 _STEPS = 16
 _DIFFERENCE = 1e-4
@@ -101,15 +106,16 @@ class HiddenBackbone(TransparentBackbone):
         released = [seen.gradients[f"{name}.weight"].double() for name in layers]
         labels = seen.gradients["head.bias"].argmin(1)  # the only negative gradient is that of the true class
         grey = patchify(model.normalise(model.mean.new_full((1, *model.image_shape), 0.5)), model.patch)
-        patches, solve = grey.expand(len(labels), -1, -1), torch.linalg.pinv(_derivatives(model, grey, layers))
+        patches, least = grey.expand(len(labels), -1, -1), _WEAK if self.attention else None
+        solve = torch.linalg.pinv(_derivatives(model, grey, layers), rtol=least)
+        rows = slice(2 * model.vit.embed_dim if self.attention else 0, None)  # those of values: the others vary more
         for _ in range(_STEPS):
             factors = _factors(model, model.to_images(patches), labels, layers)
             solutions = {}
             for name, gradient in zip(layers, released, strict=True):
                 δ, _ = factors[name]  # ∂ℓ/∂B = Σ_t δ_t (A u_t)ᵀ
-                rows = slice(2 * model.vit.embed_dim if self.attention else 0, None)  # those of values alone
                 solutions[name] = torch.linalg.pinv(δ[..., rows].mT, rtol=_SMALLEST) @ gradient[:, rows]
-            # The last A reads a constant, so that it shows by which factor δ_t differs from that of the estimate.
+            # The first A reads a constant, so that it shows by which factor δ_t differs from that of the estimate.
             ratio = (solutions[layers[0]] / factors[layers[0]][1])[..., -1:] if self.attention else 1.0
             missing = [(solutions[name] / ratio - factors[name][1])[:, -grey.shape[1] :] for name in layers]
             moved = patches + torch.einsum("tkr,btr->btk", solve, torch.cat(missing, 2))
@@ -165,7 +171,8 @@ def _fill(state: dict[str, Tensor], model: VictimModel, R: Tensor, noise: float,
 
 def _read_constant(state: dict[str, Tensor], D: int) -> None:
     """Let the last row of the first A take the last channel, which is √D, and the last A that row's coefficient."""
-    first, *_, last = (tensor for name, tensor in state.items() if name.endswith("lora_A.default.weight") and tensor.any())
+    matrices = [tensor for name, tensor in state.items() if name.endswith("lora_A.default.weight")]
+    first, *_, last = (tensor for tensor in matrices if tensor.any())
     last[-1] = first[-1]
     first[-1] = 0
     first[-1, D - 1], first[-1, 0] = 1, -1
@@ -180,13 +187,14 @@ def _prefer_bright(state: dict[str, Tensor], model: VictimModel, R: Tensor, stre
         R: the rotation.
         strength: the logit for each standard deviation of pixels, by the factor of the patch embedding.
     """
-    plan, D, attention = _Plan(model), model.vit.embed_dim, model.vit.blocks[-1].attn
-    heads, path = attention.num_heads, f"blocks.{len(model.vit.blocks) - 1}.attn.qkv"
+    block: Any = model.vit.blocks[-1]
+    plan, D, heads = _Plan(model), model.vit.embed_dim, block.attn.num_heads
+    path = f"blocks.{len(model.vit.blocks) - 1}.attn.qkv"
     bright = R[:, plan.pixels.start] - 1 / D
     unit = plan.gain * math.sqrt(len(plan.transform)) / float(plan.deviations.mean())
     weight = layer_of(state, path)
     weight[: 2 * D] *= _ATTENTIVE
-    queries = weight[:D] @ torch.nn.functional.layer_norm(state["cls_token"][0, 0], (D,))
+    queries = weight[:D] @ F.layer_norm(state["cls_token"][0, 0], (D,))
     of_head = queries.view(heads, D // heads)
     planted = math.sqrt(D // heads) * of_head / of_head.square().sum(1, keepdim=True)  # its product with q is √d
     weight[D : 2 * D] += torch.outer(planted.flatten(), strength / unit * bright)
