@@ -8,13 +8,15 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.attacks.dishonest.layout import layer_of
-from privlab.attacks.dishonest.transparent_backbone import TransparentBackbone
+from privlab.attacks.dishonest.transparent_backbone import TransparentBackbone, _Plan
 from privlab.base import full_precision
 from privlab.patches import patchify
 from privlab.release import as_gradients
@@ -37,6 +39,12 @@ _LAST = 0.02
 _LIFTED = 0.3
 """The noise in the last projection by its planted part, of rank one."""
 
+_ATTENTIVE = 10.0
+"""The factor of the noise in the last queries and keys where the class token prefers bright patches."""
+
+_WEAK = 0.1
+"""Derivatives of less than this share of the largest are left out where A reads a constant, which hardly has one."""
+
 _STEPS = 16
 _DIFFERENCE = 1e-4
 _SMALLEST = 1e-6
@@ -52,11 +60,14 @@ class HiddenBackbone(TransparentBackbone):
         pixels: the factor of the patch embedding, whose patches are next to nothing in a token at 1, > 0.
         noise: the size of what attention and MLPs add to a token, ≥ 0; None rotates the channels and adds no noise.
         share: s of the mixture θ + s (θ′ − θ) with the honest weights θ.
+        attention: how strongly the last attention prefers bright patches: the logit of a patch for each standard
+            deviation of pixels by which it is brighter, ≥ 0. Above 0, noise is needed.
     """
 
     pixels: float = 100.0
     noise: float | None = 0.001
     share: float = 1.0
+    attention: float = 0.0
 
     def choose(self, model: VictimModel, images: int, client: Client | None) -> Mapping[str, Tensor]:
         """Return the weights, as `TransparentBackbone.choose` does.
@@ -71,6 +82,8 @@ class HiddenBackbone(TransparentBackbone):
         D = model.vit.embed_dim
         draw = Generator().manual_seed(0)
         R = rotation(D, draw)
+        if self.attention:
+            _read_constant(state, D)
         embedding = state["patch_embed.proj.weight"]
         embedding.copy_((self.pixels * R @ embedding.flatten(1)).view_as(embedding))
         for name, tensor in state.items():
@@ -80,6 +93,8 @@ class HiddenBackbone(TransparentBackbone):
                 tensor.copy_(R @ tensor)
         if self.noise is not None:
             _fill(state, model, R, self.noise, draw)
+            if self.attention:
+                _prefer_bright(state, model, R, self.attention / self.pixels)
         mixed = {name: honest[name] + self.share * (tensor - honest[name]) for name, tensor in state.items()}
         return {name: tensor.to(model.mean) for name, tensor in mixed.items()}
 
@@ -91,14 +106,18 @@ class HiddenBackbone(TransparentBackbone):
         released = [seen.gradients[f"{name}.weight"].double() for name in layers]
         labels = seen.gradients["head.bias"].argmin(1)  # the only negative gradient is that of the true class
         grey = patchify(model.normalise(model.mean.new_full((1, *model.image_shape), 0.5)), model.patch)
-        patches, solve = grey.expand(len(labels), -1, -1), torch.linalg.pinv(_derivatives(model, grey, layers))
+        patches, least = grey.expand(len(labels), -1, -1), _WEAK if self.attention else None
+        solve = torch.linalg.pinv(_derivatives(model, grey, layers), rtol=least)
+        rows = slice(2 * model.vit.embed_dim if self.attention else 0, None)  # those of values: the others vary more
         for _ in range(_STEPS):
             factors = _factors(model, model.to_images(patches), labels, layers)
-            missing = []
+            solutions = {}
             for name, gradient in zip(layers, released, strict=True):
-                δ, inputs = factors[name]  # ∂ℓ/∂B = Σ_t δ_t (A u_t)ᵀ
-                solution = torch.linalg.pinv(δ.mT, rtol=_SMALLEST) @ gradient
-                missing.append((solution - inputs)[:, -grey.shape[1] :])
+                δ, _ = factors[name]  # ∂ℓ/∂B = Σ_t δ_t (A u_t)ᵀ
+                solutions[name] = torch.linalg.pinv(δ[..., rows].mT, rtol=_SMALLEST) @ gradient[:, rows]
+            # The first A reads a constant, so that it shows by which factor δ_t differs from that of the estimate.
+            ratio = (solutions[layers[0]] / factors[layers[0]][1])[..., -1:] if self.attention else 1.0
+            missing = [(solutions[name] / ratio - factors[name][1])[:, -grey.shape[1] :] for name in layers]
             moved = patches + torch.einsum("tkr,btr->btk", solve, torch.cat(missing, 2))
             patches = patchify(model.normalise(model.to_images(moved).clamp(0, 1)), model.patch)
         return model.to_images(patches).float()
@@ -148,6 +167,37 @@ def _fill(state: dict[str, Tensor], model: VictimModel, R: Tensor, noise: float,
     head = state["head.weight"]
     signs = 1 - 2 * (torch.arange(len(head), dtype=torch.float64) % 2)
     head.copy_(torch.outer(signs, written) / math.sqrt(D) + 0.5 * random(*head.shape))
+
+
+def _read_constant(state: dict[str, Tensor], D: int) -> None:
+    """Let the last row of the first A take the last channel, which is √D, and the last A that row's coefficient."""
+    matrices = [tensor for name, tensor in state.items() if name.endswith("lora_A.default.weight")]
+    first, *_, last = (tensor for tensor in matrices if tensor.any())
+    last[-1] = first[-1]
+    first[-1] = 0
+    first[-1, D - 1], first[-1, 0] = 1, -1
+
+
+def _prefer_bright(state: dict[str, Tensor], model: VictimModel, R: Tensor, strength: float) -> None:
+    """Let the class token attend in the last block to bright patches, so that gradients depend on the image.
+
+    Args:
+        state: the rotated weights, which are changed.
+        model: the model whose weights they are.
+        R: the rotation.
+        strength: the logit for each standard deviation of pixels, by the factor of the patch embedding.
+    """
+    block: Any = model.vit.blocks[-1]
+    plan, D, heads = _Plan(model), model.vit.embed_dim, block.attn.num_heads
+    path = f"blocks.{len(model.vit.blocks) - 1}.attn.qkv"
+    bright = R[:, plan.pixels.start] - 1 / D
+    unit = plan.gain * math.sqrt(len(plan.transform)) / float(plan.deviations.mean())
+    weight = layer_of(state, path)
+    weight[: 2 * D] *= _ATTENTIVE
+    queries = weight[:D] @ F.layer_norm(state["cls_token"][0, 0], (D,))
+    of_head = queries.view(heads, D // heads)
+    planted = math.sqrt(D // heads) * of_head / of_head.square().sum(1, keepdim=True)  # its product with q is √d
+    weight[D : 2 * D] += torch.outer(planted.flatten(), strength / unit * bright)
 
 
 def _derivatives(model: VictimModel, grey: Float[Tensor, "1 n k"], layers: list[str]) -> Float[Tensor, "n r k"]:

@@ -62,6 +62,8 @@ HIDDEN = {
     **{f"filled, pixels {x:g}": HiddenBackbone(x) for x in (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)},
     **{f"filled, pixels 100, noise {x:g}": HiddenBackbone(100.0, x) for x in (0.01, 0.1, 1.0)},
     **{f"filled, pixels 100, mixed {x:g}": HiddenBackbone(100.0, share=x) for x in (0.1, 0.5, 0.9, 0.99)},
+    **{f"filled, pixels 30, attention {x:g}": HiddenBackbone(30.0, attention=x) for x in (1.0, 1.2)},
+    **{f"filled, pixels 100, attention {x:g}": HiddenBackbone(100.0, attention=x) for x in (0.5, 1.0)},
 }
 """The versions of `transparent-backbone` that hide."""
 

@@ -75,6 +75,17 @@ def test_hidden_versions_read_and_hide(noise: float | None, photographs: Callabl
     assert found["dependence on the image"] < RANGES["dependence on the image"][0] < honest["dependence on the image"]
 
 
+def test_a_hidden_version_whose_attention_depends_on_the_image_is_read(
+    photographs: Callable[[int, int], Tensor],
+) -> None:
+    """Its gradients depend on the image by factors of slots, which a constant row of A shows."""
+    pytest.importorskip("peft", reason="needs privlab[peft]")
+    base, images = victim("cifar_vit").model, photographs(2, 32)
+    found = study.hidden_row("hidden", base, HiddenBackbone(30.0, attention=1.0), images, 1.0)
+    assert (found["read"], found["by_test"], found["by_statistics"]) == (1, False, False)
+    assert found["dependence on the image"] > 0.3  # 0.02 without it
+
+
 def test_the_study_of_honest_weights_resumes_and_states_the_interval(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
