@@ -185,7 +185,9 @@ def hidden_row(
     sought, read = (patchify(base.normalise(each), base.patch) for each in (images, found.clamp(0, 1)))
     errors = (read - sought).norm(dim=2) / sought.norm(dim=2)
     row = audit_row("hidden", name, audit_sent_weights(audited, images)) | {"x": x}
-    return row | _shares(errors) | {"psnr": float(psnr(found, images).median())}
+    trained = {each.name: each.value for each in audit_sent_weights(audited, images, pretrained=True).statistics}
+    by_slot = {"dependence by slot": trained["dependence on the image"]}
+    return row | by_slot | _shares(errors) | {"psnr": float(psnr(found, images).median())}
 
 
 def _shares(errors: Tensor) -> dict[str, float]:

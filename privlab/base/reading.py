@@ -234,7 +234,9 @@ def check_archive(path: Path, what: str) -> None:
         try:
             unpacked = _zip_bytes(file) if start == b"PK" else _gzip_bytes(file, size) if start == _GZIP else 0
         except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, OSError) as error:
-            raise PrivlabError(f"'{path}' cannot be read as {what}; it may be truncated, empty or of another format ({error}).") from None
+            raise PrivlabError(
+                f"'{path}' cannot be read as {what}; it may be truncated, empty or of another format ({error})."
+            ) from None
     if unpacked > most_unpacked(size):
         raise _unreadable(path, what, f"its {size} bytes would unpack to {unpacked / 2**20:.0f} MiB or more")
 
@@ -296,7 +298,9 @@ def try_reading(read: Callable[[], object], path: Path, what: str) -> None:
         raise _unreadable(path, what, f"its {size} bytes take more than {_TRIAL_BYTES / 2**30:.0f} GiB of memory")
     if kind:
         reason = one_line(ValueError(message or kind))
-        raise PrivlabError(f"'{path}' cannot be read as {what}; it may be truncated, empty or of another format ({reason}).")
+        raise PrivlabError(
+            f"'{path}' cannot be read as {what}; it may be truncated, empty or of another format ({reason})."
+        )
 
 
 def _try(read: Callable[[], object], sender: int, size: int) -> NoReturn:

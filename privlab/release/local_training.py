@@ -59,7 +59,9 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
     client.check_trains([*every, "unk_embed"] if model.unk_embed is not None else every)
     names = [name for name in every if client.chooses(name) and name not in model.frozen]
     if not names:
-        raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: this model has no such parameters.")
+        frozen = f"of {len(every)} parameters {len(model.frozen)} have requires_grad=False, call requires_grad_()"
+        why = frozen if model.frozen else "this model has no such parameters"
+        raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: {why}.")
     if client.chooses("unk_embed") and effects_of(model, defense).pe == "unknown":
         names.append("unk_embed")
     return names

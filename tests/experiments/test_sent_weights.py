@@ -84,6 +84,7 @@ def test_a_hidden_version_whose_attention_depends_on_the_image_is_read(
     found = study.hidden_row("hidden", base, HiddenBackbone(30.0, attention=1.0), images, 1.0)
     assert (found["read"], found["by_test"], found["by_statistics"]) == (1, False, False)
     assert found["dependence on the image"] > 0.3  # 0.02 without it
+    assert found["dependence by slot"] < 0.1
 
 
 def test_the_study_of_honest_weights_resumes_and_states_the_interval(

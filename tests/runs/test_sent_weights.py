@@ -113,6 +113,21 @@ def test_the_dependence_on_the_image_is_that_of_the_gradients(seen: float, image
     assert "dependence on the image" not in {each.name for each in audit_sent_weights(model, images[:1]).statistics}
 
 
+def test_factors_of_slots_are_no_dependence_on_the_image_by_slot(
+    cifar: Victim, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    δ = torch.randn(5, 6, generator=draw, dtype=torch.float64)
+    factors = torch.tensor([[1.0, 1, 1, 1, 1], [3.0, 1, 1, -1, 0.1]]).double()
+    shown = torch.einsum("bn,nd->bnd", factors, δ)
+    monkeypatch.setattr(sent_weights, "layer_gradients", lambda *given: given[-1]("patch_embed.proj", shown, shown))
+    whole, by_slot = (sent_weights._dependence(cifar.model, images[:2], each) for each in (False, True))
+    cosine = float(torch.nn.functional.cosine_similarity(*shown.flatten(1), dim=0))
+    assert whole == pytest.approx((1 - cosine**2) ** 0.5)
+    assert whole > 0.3
+    assert by_slot < 1e-7
+
+
 def test_a_model_that_was_trained_before_has_to_depend_more_on_the_image(cifar: Victim, images: Tensor) -> None:
     faint = copy.deepcopy(cifar.model)
     faint.vit.patch_embed.proj.weight.data *= 0.03
