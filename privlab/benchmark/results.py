@@ -53,12 +53,12 @@ class Result:
         """Return the card of the entry, read once."""
         card, name = parse_card(self.data["card"], self.path), self.data["track"]["name"]
         if card.track != name:
-            raise PrivlabError(f"'{self.path}' was measured on the track '{name}', and its card is of '{card.track}'.")
+            raise PrivlabError(f"'{self.path}' was measured on the track '{name}', and its card names '{card.track}'.")
         return card
 
     @property
     def entry(self) -> tuple[str, str]:
-        """Return what the result is of: the track, and the name of the card."""
+        """Return the track and the name of the card."""
         return self.card.track, self.card.name
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Secure aggregation as an entry: every release is of K clients, and an attack that tells images apart knows it."""
+"""Secure aggregation as an entry: every release has K clients, and an attack that separates images knows it."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a result file concludes is derived from its rows again: who edits it and makes the hash anew gains nothing."""
+"""What a result file concludes is derived from its rows again: who edits it and makes a new hash gains nothing."""
 
 import importlib
 from collections.abc import Callable

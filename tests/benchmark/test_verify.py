@@ -128,7 +128,7 @@ def no_structure(rows: DataFrame) -> DataFrame:
 
 
 def elsewhere(rows: DataFrame) -> DataFrame:
-    """Return rows in which a quarter of the photographs is of another attack, which is scored on too few to count."""
+    """Return rows in which a quarter of the photographs belongs to another attack, which is scored on too few to count."""
     leakiest = rows.groupby("image_sha256").psnr.max().nlargest(16).index
     rows["external"] = rows.image_sha256.where(rows.image_sha256.isin(leakiest), None)
     return rows
@@ -230,7 +230,7 @@ def drawn_by(seed: int) -> int:
 def test_where_the_mean_of_a_draw_is_off_the_mean_over_all_draws_decides(
     tmp_path: Path, measured: list[tuple[Any, ...]], cli: Callable[..., Any], elsewhere: int
 ) -> None:
-    """A search that ends elsewhere on one photograph of one draw, by rounding, is no reason to refuse a result."""
+    """A search that ends elsewhere on one photograph of one draw, by rounding, does not refuse a result."""
 
     def weaker_in_one_draw(rows: DataFrame) -> DataFrame:
         images = [*photographs("bundled")][:elsewhere]

@@ -100,7 +100,7 @@ def test_a_result_whose_columns_do_not_fit_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["nan", "inf", "1" + "0" * 400])
 @pytest.mark.parametrize("key", ["secret_bits", "epsilon"])
 def test_a_card_with_a_number_beyond_all_bounds_does_not_stop_the_page(tmp_path: Path, key: str, number: str) -> None:
-    """JSON has neither NaN nor infinity, and a whole number of 400 digits is no float: the page ended with an error."""
+    """JSON has neither NaN nor infinity, and a whole number of 400 digits exceeds a float: the page ended with an error."""
     data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
     data["card"] = re.sub(rf"(?m)^{key} = .*$", f"{key} = {number}", data["card"])
     write_result(data, tmp_path / "a.json")
@@ -121,7 +121,7 @@ def test_a_result_of_another_track_than_its_card_s_is_left_out(tmp_path: Path) -
     data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
     data["track"] = {**data["track"], "name": "updates", "sha256": track("updates").sha256}
     write_result(data, tmp_path / "a.json")
-    with pytest.warns(PrivlabWarning, match="track 'updates', and its card is of 'gradients'"):
+    with pytest.warns(PrivlabWarning, match="track 'updates', and its card names 'gradients'"):
         assert [*entries_of(tmp_path)] == []
 
 
