@@ -128,7 +128,7 @@ def no_structure(rows: DataFrame) -> DataFrame:
 
 
 def elsewhere(rows: DataFrame) -> DataFrame:
-    """Return rows in which a quarter of the photographs belongs to another attack, which is scored on too few to count."""
+    """Return rows in which a quarter of the photographs has another attack, which is scored on too few to count."""
     leakiest = rows.groupby("image_sha256").psnr.max().nlargest(16).index
     rows["external"] = rows.image_sha256.where(rows.image_sha256.isin(leakiest), None)
     return rows

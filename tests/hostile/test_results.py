@@ -100,7 +100,7 @@ def test_a_result_whose_columns_do_not_fit_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["nan", "inf", "1" + "0" * 400])
 @pytest.mark.parametrize("key", ["secret_bits", "epsilon"])
 def test_a_card_with_a_number_beyond_all_bounds_does_not_stop_the_page(tmp_path: Path, key: str, number: str) -> None:
-    """JSON has neither NaN nor infinity, and a whole number of 400 digits exceeds a float: the page ended with an error."""
+    """JSON has no NaN, and a whole number of 400 digits exceeds a float: the page ended with an error."""
     data = json.loads((PACKAGE / "results/gradients-quantisation.json").read_text("utf-8"))
     data["card"] = re.sub(rf"(?m)^{key} = .*$", f"{key} = {number}", data["card"])
     write_result(data, tmp_path / "a.json")
