@@ -47,6 +47,7 @@ from .precision import without_tf32 as without_tf32
 from .reading import Unreadable as Unreadable
 from .reading import check_archive as check_archive
 from .reading import check_file as check_file
+from .reading import damaged as damaged
 from .reading import most_unpacked as most_unpacked
 from .reading import open_file as open_file
 from .reading import parse_json as parse_json

@@ -138,6 +138,11 @@ def _unreadable(path: Path, what: str, error: object) -> Unreadable:
     return found
 
 
+def damaged(what: str, error: Exception) -> PrivlabError:
+    """Return the error of a file that a library cannot read; `what` says which, and as what."""
+    return PrivlabError(f"{what}; it may be truncated, empty or of another format ({one_line(error)}).")
+
+
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """Return the contents of a text in TOML.
 
@@ -234,9 +239,7 @@ def check_archive(path: Path, what: str) -> None:
         try:
             unpacked = _zip_bytes(file) if start == b"PK" else _gzip_bytes(file, size) if start == _GZIP else 0
         except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, OSError) as error:
-            raise PrivlabError(
-                f"'{path}' cannot be read as {what}; it may be truncated, empty or of another format ({error})."
-            ) from None
+            raise damaged(f"'{path}' cannot be read as {what}", error) from None
     if unpacked > most_unpacked(size):
         raise _unreadable(path, what, f"its {size} bytes would unpack to {unpacked / 2**20:.0f} MiB or more")
 
@@ -297,10 +300,7 @@ def try_reading(read: Callable[[], object], path: Path, what: str) -> None:
     if kind == MemoryError.__name__ or "memory" in message:
         raise _unreadable(path, what, f"its {size} bytes take more than {_TRIAL_BYTES / 2**30:.0f} GiB of memory")
     if kind:
-        reason = one_line(ValueError(message or kind))
-        raise PrivlabError(
-            f"'{path}' cannot be read as {what}; it may be truncated, empty or of another format ({reason})."
-        )
+        raise damaged(f"'{path}' cannot be read as {what}", ValueError(message or kind))
 
 
 def _try(read: Callable[[], object], sender: int, size: int) -> NoReturn:

@@ -27,6 +27,7 @@ from privlab.base import (
     PrivlabError,
     check_archive,
     check_file,
+    damaged,
     first,
     most_unpacked,
     one_line,
@@ -206,9 +207,7 @@ def _content(path: Path) -> object:
             f"'{path}' is refused: {holds}, and privlab reads tensors only. Save its state_dict as safetensors."
         ) from error
     except Exception as error:  # on a damaged file, torch and NumPy raise nearly anything
-        raise PrivlabError(
-            f"'{path}' cannot be read as weights; it may be truncated, empty or of another format ({one_line(error)})."
-        ) from error
+        raise damaged(f"'{path}' cannot be read as weights", error) from error
 
 
 def _loaded(path: Path) -> object:
