@@ -1,6 +1,6 @@
 """`transparent-backbone`: one image from LoRA or adapters alone, behind frozen weights that the server chooses."""
 
-# `_Plan` lays out the channels of a token, and says which coefficients of a patch each block's adapter reads.
+# `ChannelPlan` lays out the channels of a token, and says which coefficients of a patch each block's adapter reads.
 # `choose` writes it into the weights. Then:
 # 1. `_token_gradients` computes G, the gradients of the tokens, which do not depend on the image.
 # 2. `_known` solves Gᵀ Y = ∂ℓ/∂B for r coefficients of all tokens, block by block.
@@ -60,7 +60,7 @@ _STEPS = 100
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class ChannelPlan:
     """The layout of channels for a model with LoRA's or bottleneck adapters, from its architecture alone."""
 
     model: VictimModel
@@ -137,7 +137,7 @@ class _Plan:
 
 def _unadapted(model: VictimModel) -> str | None:
     """Return why the weights cannot be chosen for a model, or None."""
-    plan, vit = _Plan(model), model.vit
+    plan, vit = ChannelPlan(model), model.vit
     if (why := why_no_plain_block(model)) is not None:
         return why
     if not has_class_token(model):
@@ -214,7 +214,7 @@ class TransparentBackbone:
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition r (L − 1) ≥ K with its numbers if it does not hold."""
-        plan = _Plan(seen.model)
+        plan = ChannelPlan(seen.model)
         read, K = plan.rank * len(plan.read), len(plan.transform)
         return None if read >= K else f"r (L - 1) = {read} < K = {K}"
 
@@ -231,7 +231,7 @@ class TransparentBackbone:
         """
         if (why := _unadapted(model)) is not None:
             raise PrivlabError(f"Attack '{self.name}' cannot choose weights for this model: {why}.")
-        plan, state, vit = _Plan(model), pass_through(model), model.vit
+        plan, state, vit = ChannelPlan(model), pass_through(model), model.vit
         N, D = vit.patch_embed.num_patches, vit.embed_dim
         # 1. Tokens. The class token is constant in the channels of codes, and so is its own gradient there: both are
         # orthogonal to all codes. It has no point on the sphere, so that no patch attends to it.
@@ -253,7 +253,7 @@ class TransparentBackbone:
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the image of each release."""
-        model, plan = seen.model, _Plan(seen.model)
+        model, plan = seen.model, ChannelPlan(seen.model)
         known = _known(seen, plan)
         patches = known @ plan.transform[: plan.count].to(known)
         if plan.count < len(plan.transform):
@@ -264,7 +264,7 @@ class TransparentBackbone:
         return model.to_images(patches)
 
 
-def _write_lora(state: dict[str, Tensor], plan: _Plan, number: int) -> None:
+def _write_lora(state: dict[str, Tensor], plan: ChannelPlan, number: int) -> None:
     """Let a block attend to each token itself, A read its coefficients, and the projection map values to codes."""
     attention: Any = plan.model.vit.blocks[number]
     D, heads = plan.model.vit.embed_dim, attention.attn.num_heads
@@ -283,7 +283,7 @@ def _write_lora(state: dict[str, Tensor], plan: _Plan, number: int) -> None:
     state[f"{path}.proj.weight"][plan.codes, : len(plan.rows)] = plan.rows.mT
 
 
-def _write_adapter(state: dict[str, Tensor], plan: _Plan, number: int) -> None:
+def _write_adapter(state: dict[str, Tensor], plan: ChannelPlan, number: int) -> None:
     """Let the MLP of a block repeat its coefficients, and the adapter's down-projection read them."""
     path = f"blocks.{number}.mlp"
     enlarged = float(plan.deviations.max()) / _FAINT  # pre-activations in [−1, 1]
@@ -296,7 +296,7 @@ def _write_adapter(state: dict[str, Tensor], plan: _Plan, number: int) -> None:
         state[f"{path}.adapter.down.bias"][i] = _LIFT
 
 
-def _token_gradients(plan: _Plan, label: int) -> Float[Tensor, "n n"]:
+def _token_gradients(plan: ChannelPlan, label: int) -> Float[Tensor, "n n"]:
     """Return G, the gradients of the tokens along the codes, by those of position embeddings for a grey image."""
     model = plan.model
     grey = model.mean.new_full((1, *model.image_shape), 0.5)
@@ -304,7 +304,7 @@ def _token_gradients(plan: _Plan, label: int) -> Float[Tensor, "n n"]:
     return places @ plan.rows[: len(plan.places)].to(places).mT
 
 
-def _known(seen: Observation, plan: _Plan) -> Float[Tensor, "b n c"]:
+def _known(seen: Observation, plan: ChannelPlan) -> Float[Tensor, "b n c"]:
     """Return the coefficients that the adapters read of each patch: Gᵀ Y = ∂ℓ/∂B, whose rows are along the codes."""
     if seen.client is not None and seen.client.optimiser == "sgd":
         seen = as_gradients(seen)
@@ -317,7 +317,7 @@ def _known(seen: Observation, plan: _Plan) -> Float[Tensor, "b n c"]:
 
 
 def _of_block(
-    G: Float[Tensor, "n n"], released: Float[Tensor, "_ r"], plan: _Plan, number: int
+    G: Float[Tensor, "n n"], released: Float[Tensor, "_ r"], plan: ChannelPlan, number: int
 ) -> Float[Tensor, "n c"]:
     """Return the coefficients that one block reads.
 

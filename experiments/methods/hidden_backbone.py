@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.attacks.dishonest.layout import layer_of
-from privlab.attacks.dishonest.transparent_backbone import TransparentBackbone, _Plan
+from privlab.attacks.dishonest.transparent_backbone import ChannelPlan, TransparentBackbone
 from privlab.base import full_precision
 from privlab.patches import patchify
 from privlab.release import as_gradients
@@ -188,7 +188,7 @@ def _prefer_bright(state: dict[str, Tensor], model: VictimModel, R: Tensor, stre
         strength: the logit for each standard deviation of pixels, by the factor of the patch embedding.
     """
     block: Any = model.vit.blocks[-1]
-    plan, D, heads = _Plan(model), model.vit.embed_dim, block.attn.num_heads
+    plan, D, heads = ChannelPlan(model), model.vit.embed_dim, block.attn.num_heads
     path = f"blocks.{len(model.vit.blocks) - 1}.attn.qkv"
     bright = R[:, plan.pixels.start] - 1 / D
     unit = plan.gain * math.sqrt(len(plan.transform)) / float(plan.deviations.mean())

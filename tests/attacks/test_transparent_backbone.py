@@ -10,7 +10,7 @@ from torch import Tensor
 
 import privlab
 from privlab.attacks.dishonest.layout import patch_transform
-from privlab.attacks.dishonest.transparent_backbone import TransparentBackbone, _known, _Plan
+from privlab.attacks.dishonest.transparent_backbone import ChannelPlan, TransparentBackbone, _known
 from privlab.base import PrivlabError
 from privlab.evaluation import unread
 from privlab.metrics import psnr
@@ -78,7 +78,7 @@ def test_fewer_numbers_give_the_low_frequencies(photographs: Callable[[int, int]
     seen = released(images, trains="lora", rank=4, **SGD)
     assert TransparentBackbone().beyond(seen) == "r (L - 1) = 12 < K = 48"
     normalised = patchify(seen.model.normalise(images), 4).double()
-    found = _known(seen, _Plan(seen.model))
+    found = _known(seen, ChannelPlan(seen.model))
     torch.testing.assert_close(found, normalised @ patch_transform(3, 4)[:12].T, rtol=0, atol=1e-3)
     assert (psnr(TransparentBackbone()(seen), images) > 20).all()
 
