@@ -33,6 +33,9 @@ _APART = 0.02
 _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
 
+_AT_ROUNDING = 0.05
+"""How far a mean worst case may be off, as a share of what it has above the controls, if the tolerance is less."""
+
 _PLACE = ["case", "attack", "geometry", "image_sha256"]
 """What a row measures, besides the draw."""
 
@@ -100,9 +103,7 @@ def verify(
     chance = random.Random(seed)
     with installed(card, source), collect_warnings([]):
         check_concluded(result, conclude(card, result.rows))
-        admission_last = (
-            source is not None and chance.random() < 0.5
-        )  # so that when a plug-in is called says nothing of what for
+        admission_last = source is not None and chance.random() < 0.5  # so that a plug-in cannot know which calls count
         if not admission_last:
             _check_stated(result, card, how, chance)
         if card.track == "weights":
@@ -190,7 +191,8 @@ def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: rando
         rows, of_case = own.again(case, setting, [chance.randrange(draws)]), before.loc[before.case == label]
         _check_draws(result, of_case, rows, draws)
         both = _beside(rows, of_case, own.card)
-        if draws > 1 and both.agrees.mean() >= _AGREE and (_means(both, own.card).over > 0).any():
+        means = _means(both, own.card)
+        if draws > 1 and both.agrees.mean() >= _AGREE and (means.difference > means.allowed).any():
             rows = own.again(case, setting, range(draws))
         yield rows
 
@@ -217,16 +219,12 @@ def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draw
 
 
 def _keys(rows: pd.DataFrame, draws: int | None) -> set[tuple[Any, ...]]:
-    """Return what rows measure: case, attack, photograph and draw, of a control the geometry as well."""
-    geometry = rows.geometry.where(rows.attack.str.startswith(CONTROL), "any")
-    keys = zip(rows.case, rows.attack, geometry, rows.image_sha256, rows.draw, strict=True)
-    if draws is None:
-        return {*keys}
-    found: set[tuple[Any, ...]] = set()
-    for *key, draw in keys:
-        every = range(draws) if key[2] == "any" else (draw,)
-        found.update((*key, number) for number in every)
-    return found
+    """Return what rows measure, of attacks in each of so many draws; only controls differ by geometry."""
+    control = rows.attack.str.startswith(CONTROL)
+    rows = rows[[*_PLACE, "draw"]].assign(geometry=rows.geometry.where(control, "any"))
+    if draws is not None:
+        rows = rows.assign(draw=rows.draw.where(control, [range(draws)] * len(rows))).explode("draw")
+    return {*rows.itertuples(index=False, name=None)}
 
 
 def _beside(again: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFrame:
@@ -255,24 +253,28 @@ def _metric(column: str) -> str:
 
 
 def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
-    """Return what each case, and its controls, leak `now` and before, how far that is `apart`, and `over` what may be.
+    """Return the mean leakage of each case `now` and in the file (`was`), their `difference`, and what is `allowed`.
 
-    That is the mean worst case, by which cases are compared, and by each metric the mean of the leakiest attack: by the
-    lead metric it is the score, and the verdict follows from all of them.
+    Its rows are the mean worst case, by which cases are compared, and by each metric the mean of the leakiest attack:
+    by the lead metric this is the score, and the verdict follows from all of them. Controls have rows of their own.
     """
     control = both.attack.str.startswith(CONTROL).rename("control")
     case = [*(both[name] for name in ("entry", "case") if name in both), control]
     levels = [*range(len(case))]
     worst = both[["now", "was"]].groupby([*case, both.draw, both.image_sha256], dropna=False).max()
-    found, most = {"worst case": worst.groupby(level=levels).mean()}, {"worst case": card.of.tolerance_db}
+    found, allowed = {"worst case": worst.groupby(level=levels).mean()}, {"worst case": card.of.tolerance_db}
     for name in as_kept(both, card.of).columns.difference(KEPT, sort=False):
         scores = pd.DataFrame({"now": _leaks(both, name), "was": _leaks(both, f"{name}_was")})
         attacks = scores.groupby([*case, both.attack, both.geometry], dropna=False).mean()
         found[name] = attacks.groupby(level=levels).max()
-        most[name] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
+        allowed[name] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
     means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0]).sort_index()
-    apart = (means.now - means.was).abs().fillna(0.0).mask(means.now.isna() != means.was.isna(), math.inf)
-    return means.assign(apart=apart, over=apart - means.index.get_level_values("what").map(most))
+    difference = (means.now - means.was).abs().fillna(0.0).mask(means.now.isna() != means.was.isna(), math.inf)
+    means = means.assign(difference=difference, allowed=means.index.get_level_values("what").map(allowed))
+    worst = means.loc[means.index.get_level_values("what") == "worst case"]
+    above = worst.now - worst.now.groupby(level=levels[:-1]).transform("min")  # what attacks have above the controls
+    means.loc[worst.index, "allowed"] = worst.allowed.clip(lower=_AT_ROUNDING * above)
+    return means
 
 
 def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str, ...], seed: int) -> Verified:
@@ -304,16 +306,16 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
                 f"{str(said)[:100]!r}."
             )
     means = _means(both, card)
-    if (means.over > 0).any():
-        *at, is_control, what = at_most = means.over.idxmax()
-        now, was, apart, over = means.loc[at_most]
+    if (means.difference > means.allowed).any():
+        *at, is_control, what = at_most = (means.difference - means.allowed).idxmax()
+        now, was, _, allowed = means.loc[at_most]
         of = what if what == "worst case" else f"{what} of the leakiest attack"
         raise PrivlabError(
             f"{result.path}: the mean {of} of {', '.join(map(str, at))}{' (controls)' if is_control else ''} is "
-            f"{now:.3f} now, and the result says {was:.3f}. They may differ by {apart - over:g}."
+            f"{now:.3f} now, and the result says {was:.3f}. They may differ by {allowed:g}."
         )
     attacked = again.loc[~again.attack.str.startswith(CONTROL)]
-    labels = attacked.case if "entry" not in attacked else attacked.entry + ", " + attacked.case
+    labels = attacked.entry + ", " + attacked.case if "entry" in attacked else attacked.case
     return Verified(
         name=card.name,
         track=card.track,
@@ -321,7 +323,7 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
         measured=len(both),
         confirmed=confirmed,
         share=round(confirmed / len(before), 4),
-        apart=round(float(means.xs("worst case", level="what").apart.max()), 4),
+        apart=round(float(means.xs("worst case", level="what").difference.max()), 4),
         tolerance=tolerance,
         photographs=parts if card.of.photographs else (),
         seed=seed,

@@ -183,8 +183,9 @@ def test_the_score_is_that_of_an_attack_and_not_of_the_worst_case() -> None:
 
     card = read_result(SIGN).card
     both = _beside(shared(19.0), shared(5.0), card)
-    over = _means(both, card).over.loc["one step", False]
-    assert over["worst case"] < 0 < over["psnr"]
+    means = _means(both, card)
+    excess = (means.difference - means.allowed).loc["one step", False]
+    assert excess["worst case"] < 0 < excess["psnr"]
 
 
 def test_photographs_that_the_file_does_not_name_are_measured_again(tmp_path: Path) -> None:
@@ -246,6 +247,34 @@ def test_where_the_mean_of_a_draw_is_off_the_mean_over_all_draws_decides(
     else:
         assert "the mean psnr of the leakiest attack" in cli("benchmark", "verify", path, "--seed", seed).error
     assert [draws for _, _, *draws in measured] == [[0], [3], [*range(10)]]
+
+
+@pytest.mark.parametrize("allowed", [0.05, 0.01])
+def test_the_worst_case_may_be_off_by_a_share_of_what_it_has_above_the_controls(
+    tmp_path: Path,
+    measured: list[tuple[Any, ...]],
+    cli: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: float,
+) -> None:
+    """Where a weaker attack alone reads a photograph, its search may end elsewhere: it does in 7 of 140 cases."""
+    monkeypatch.setattr(importlib.import_module("privlab.benchmark.verify"), "_AT_ROUNDING", allowed)
+
+    def april_ends_elsewhere(rows: DataFrame) -> DataFrame:
+        attacked = rows.loc[(rows.setting == "c") & rows.image_sha256.isin([*photographs("bundled")])]
+        place = [attacked.draw, attacked.image_sha256]
+        others = attacked.psnr.where(attacked.attack != "april").groupby(place).transform("max")
+        alone = attacked.index[(attacked.attack == "april") & (attacked.psnr > others + 10)]
+        rows.loc[alone, "psnr"] = others[alone]
+        return rows
+
+    path = forged(tmp_path / "r.json", PACKAGE / "results/gradients-jigsaw.json", april_ends_elsewhere)
+    seed = next(seed for seed in range(100) if drawn_by(seed) == 1)  # of 50 dB, this draw has 5.6 less
+    found = cli("benchmark", "verify", path, "--seed", seed)
+    if allowed > 0.01:
+        assert "in 11 draws of 2 cases" in found.out
+    else:
+        assert "the mean worst case of one step" in found.error
 
 
 def test_a_public_key_without_a_signature_is_not_mentioned(tmp_path: Path) -> None:
