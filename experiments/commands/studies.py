@@ -365,8 +365,12 @@ def adam_pairs(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 @click.option("--weights", type=click.Path(path_type=Path), help="File of a trained ViT-Ti, which is audited too.")
 @click.option("--images", default="samples", show_default=True, help="samples, a folder, a data set.")
 @click.option("--limit", type=click.IntRange(min=2), default=14, show_default=True, help="Number of images.")
+@click.option(
+    "--offset", type=click.IntRange(min=0), default=0, show_default=True, help="Leave out the first J images."
+)
+@click.option("--kind", "kinds", multiple=True, help="Measure weights of one kind, such as hidden. [default: all]")
 @click.option("--figures", type=click.Choice(["svg", "png", "pdf"]), default="svg", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study, which is resumed.")
 @common
 def sent_weights(figures: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
     """Measure how well the audit of a server's weights knows chosen weights from honest ones."""
@@ -375,9 +379,9 @@ def sent_weights(figures: str, out: Path, as_json: bool, **options: Any) -> None
 
     with warned():
         rows = SentWeightsStudy(**options)(out)
-    path = draw_sent_weights(out, figures)
+    paths = draw_sent_weights(out, figures)
     print_rows(summary(rows), as_json=as_json)
-    if not as_json:
+    for path in [] if as_json else paths:
         err.print(f"figure: {path}", markup=False)
 
 

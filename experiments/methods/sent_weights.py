@@ -18,7 +18,7 @@ from privlab.attacks.dishonest.layout import STEEP, mlp_inputs
 from privlab.attacks.dishonest.manipulations import MANIPULATIONS, Manipulation, mixed, pairs, reading_errors
 from privlab.attacks.dishonest.transparent_backbone import TransparentBackbone
 from privlab.attacks.registry import attacks as installed_attacks
-from privlab.base import draw_for, full_precision, write_whole
+from privlab.base import check_name, draw_for, full_precision, write_whole
 from privlab.evaluation import batch_of, unread
 from privlab.evaluation.observing import with_chosen_weights
 from privlab.experiments.methods.hidden_backbone import HiddenBackbone
@@ -62,10 +62,13 @@ HIDDEN = {
     **{f"filled, pixels {x:g}": HiddenBackbone(x) for x in (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)},
     **{f"filled, pixels 100, noise {x:g}": HiddenBackbone(100.0, x) for x in (0.01, 0.1, 1.0)},
     **{f"filled, pixels 100, mixed {x:g}": HiddenBackbone(100.0, share=x) for x in (0.1, 0.5, 0.9, 0.99)},
-    **{f"filled, pixels 30, attention {x:g}": HiddenBackbone(30.0, attention=x) for x in (1.0, 1.2)},
+    **{f"filled, pixels 30, attention {x:g}": HiddenBackbone(30.0, attention=x) for x in (1.0, 1.2, 1.5)},
     **{f"filled, pixels 100, attention {x:g}": HiddenBackbone(100.0, attention=x) for x in (0.5, 1.0)},
 }
 """The versions of `transparent-backbone` that hide."""
+
+KINDS = ("trained", "attack", "mixed", "neurons", "steepness", "noise", "hidden", "round", "random")
+"""The kinds of weights, in the order in which they are measured."""
 
 
 @dataclass(frozen=True)
@@ -76,81 +79,104 @@ class SentWeightsStudy:
         weights: file of a trained ViT-Ti; None leaves it out.
         images: a source of photographs, such as "samples".
         limit: how many of them are the client's batch, ≥ 1.
+        offset: how many photographs of the source are left out, ≥ 0.
+        kinds: which of `KINDS` are measured; none for all.
     """
 
     weights: Path | None = None
     images: str = "samples"
     limit: int = 14
+    offset: int = 0
+    kinds: Sequence[str] = ()
 
     def __call__(self, out: Path) -> list[dict[str, Any]]:
-        """Run the study, write its rows to `facts.json` of a folder after each one, and return them.
+        """Measure the kinds that `facts.json` of a folder lacks, write each there, and return all rows.
 
-        A row has `kind` ("trained", "random", "round", "attack", "mixed", "neurons", "steepness", "noise" or
-        "hidden"), `name`, `x` (the strength, the number of neurons, the steepness or the noise; of hidden versions the
-        share of the mixture), `by_test` and `by_statistics`, `readable` (the largest share of patches that the test
-        counts in a layer), `read` and `recognisable` (the shares of the patches of the batch that the server reads with
-        a relative error of 0.1 or 0.3 at most), and each statistic.
+        A row has `kind`, `name`, `x` (the strength, the number of neurons, the steepness or the noise; of hidden
+        versions the share of the mixture), `by_test` and `by_statistics`, `readable` (the largest share of patches that
+        the test counts in a layer), `read` and `recognisable` (the shares of the patches of the batch that the server
+        reads with a relative error of 0.1 or 0.3 at most), and each statistic.
+
+        Raises:
+            PrivlabError: if there is no such kind.
         """
-        rows: list[dict[str, Any]] = []
+        for kind in self.kinds:
+            check_name("kind of weights", kind, KINDS)
         out.mkdir(parents=True, exist_ok=True)
-        for row in self._rows():
-            rows.append(row)
-            text = json.dumps(rows, indent=1)
-            write_whole(out / "facts.json", lambda part, text=text: part.write_text(text, encoding="utf-8"))
-        return rows
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
+        path = out / "facts.json"
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        done = {row["kind"] for row in rows}
         base = victim("cifar_vit")
         images = self._batch(base)
-        for name in ZOO:
-            yield audit_row("trained", name, audit_sent_weights(victim(name).model, images))
-        if self.weights is not None:
-            trained = victim("vit_ti", weights=self.weights)
-            yield audit_row("trained", "vit_ti", audit_sent_weights(trained.model, self._batch(trained)))
-        for name, manipulation in MANIPULATIONS.items():
-            yield _manipulated("attack", name, base.model, manipulation, images, 1.0)
-        client = Client(optimiser="adamw")
-        for name, kind in installed_attacks().items():
-            if Capability.CHOOSES_WEIGHTS in kind.requires and unread(kind, client) is None:
-                server: Any = kind()
-                model = with_chosen_weights(base.model, server, len(images), client)
-                yield audit_row("attack", name, audit_sent_weights(model, images)) | {"x": 1.0}
-        for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
-            for name in ("bins", "traps", "places"):
-                mixing = mixed(MANIPULATIONS[name], strength)
-                yield _manipulated("mixed", name, base.model, mixing, images, strength)
-        for neurons in (2, 4, 8, 16, 32, 64, 128, 256, 512):
-            few = lambda model, public, m=neurons: bins(model, public, STEEP, m)  # noqa: E731
-            yield _manipulated("neurons", "bins", base.model, few, images, neurons)
-        for steep in (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0):
-            soft = lambda model, public, s=steep: bins(model, public, s)  # noqa: E731
-            yield _manipulated("steepness", "bins", base.model, soft, images, steep)
-        for steep in (1.0, STEEP):
-            for noise in (0.0, 0.01, 0.03, 0.1, 0.2, 0.3):
-                unequal = lambda model, public, n=noise, s=steep: pairs(model, public, n, s)  # noqa: E731
-                yield _manipulated("noise", f"pairs, steepness {steep:g}", base.model, unequal, images, noise)
-        for name, hidden in HIDDEN.items():
-            yield hidden_row(name, base.model, hidden, images, hidden.share)
-        yield from self._rounds(images)
-        for name in _ARCHITECTURES:
-            drawn = victim(f"timm:{name}", weights="random", img_size=64, classes=10)
-            yield audit_row("random", name, audit_sent_weights(drawn.model, self._batch(drawn)))
+        for kind in KINDS:
+            if kind in (self.kinds or KINDS) and kind not in done:
+                rows += self._measured(kind, base.model, images)
+                text = json.dumps(rows, indent=1)
+                write_whole(path, lambda part, text=text: part.write_text(text, encoding="utf-8"))
+        return rows
+
+    def _measured(self, kind: str, base: VictimModel, images: Float[Tensor, "b c h w"]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a kind of weights."""
+        match kind:
+            case "trained":
+                for name in ZOO:
+                    yield audit_row(kind, name, audit_sent_weights(victim(name).model, images))
+                if self.weights is not None:
+                    trained = victim("vit_ti", weights=self.weights)
+                    yield audit_row(kind, "vit_ti", audit_sent_weights(trained.model, self._batch(trained)))
+            case "attack":
+                for name, manipulation in MANIPULATIONS.items():
+                    yield _manipulated(kind, name, base, manipulation, images, 1.0)
+                client = Client(optimiser="adamw")
+                for name, attack in installed_attacks().items():
+                    if Capability.CHOOSES_WEIGHTS in attack.requires and unread(attack, client) is None:
+                        server: Any = attack()
+                        model = with_chosen_weights(base, server, len(images), client)
+                        yield audit_row(kind, name, audit_sent_weights(model, images)) | {"x": 1.0}
+            case "mixed":
+                for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
+                    for name in ("bins", "traps", "places"):
+                        mixing = mixed(MANIPULATIONS[name], strength)
+                        yield _manipulated(kind, name, base, mixing, images, strength)
+            case "neurons":
+                for neurons in (2, 4, 8, 16, 32, 64, 128, 256, 512):
+                    few = lambda model, public, m=neurons: bins(model, public, STEEP, m)  # noqa: E731
+                    yield _manipulated(kind, "bins", base, few, images, neurons)
+            case "steepness":
+                for steep in (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0):
+                    soft = lambda model, public, s=steep: bins(model, public, s)  # noqa: E731
+                    yield _manipulated(kind, "bins", base, soft, images, steep)
+            case "noise":
+                for steep in (1.0, STEEP):
+                    for noise in (0.0, 0.01, 0.03, 0.1, 0.2, 0.3):
+                        unequal = lambda model, public, n=noise, s=steep: pairs(model, public, n, s)  # noqa: E731
+                        yield _manipulated(kind, f"pairs, steepness {steep:g}", base, unequal, images, noise)
+            case "hidden":
+                for name, hidden in HIDDEN.items():
+                    yield hidden_row(name, base, hidden, images, hidden.share)
+            case "round":
+                yield from _rounds(images)
+            case "random":
+                for name in _ARCHITECTURES:
+                    drawn = victim(f"timm:{name}", weights="random", img_size=64, classes=10)
+                    yield audit_row(kind, name, audit_sent_weights(drawn.model, self._batch(drawn)))
 
     def _batch(self, base: Victim) -> Float[Tensor, "b c h w"]:
-        return batch_of(open_images(self.images), base.preprocessing, self.limit).images
+        return batch_of(open_images(self.images, offset=self.offset, limit=self.limit), base.preprocessing).images
 
-    def _rounds(self, images: Float[Tensor, "b c h w"]) -> Iterator[dict[str, Any]]:
-        """Yield a row for each round of honest training, compared with the round before."""
-        for start in _STARTS:
-            for number, client in enumerate(_CLIENTS):
-                base = victim("cifar_vit", weights="random") if start == "random" else victim(start)
-                model = copy.deepcopy(base.model)
-                draw = draw_for(0, f"{start} {number}", "rounds")
-                for place in range(_ROUNDS):
-                    before = train_round(model, client, images, torch.arange(len(images)) % model.classes, draw)
-                    found = audit_sent_weights(model, images, before)
-                    said = f"{start}, {client.optimiser} {client.lr:g}, round {place + 1}"
-                    yield audit_row("round", said, found)
+
+def _rounds(images: Float[Tensor, "b c h w"]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each round of honest training, compared with the round before."""
+    for start in _STARTS:
+        for number, client in enumerate(_CLIENTS):
+            base = victim("cifar_vit", weights="random") if start == "random" else victim(start)
+            model = copy.deepcopy(base.model)
+            draw = draw_for(0, f"{start} {number}", "rounds")
+            for place in range(_ROUNDS):
+                before = train_round(model, client, images, torch.arange(len(images)) % model.classes, draw)
+                found = audit_sent_weights(model, images, before)
+                said = f"{start}, {client.optimiser} {client.lr:g}, round {place + 1}"
+                yield audit_row("round", said, found)
 
 
 def _manipulated(

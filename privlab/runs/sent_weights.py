@@ -45,7 +45,7 @@ _SKETCH = 64
 _FAINT = 1e-6
 """A row of less than this share of a layer's largest row is lost in the rounding of an update."""
 
-_TRAINED_DEPENDS = 0.5
+TRAINED_DEPENDS = 0.5
 """The least dependence on the image, by slot, of a model that was trained before. In 152 it was 0.84 at least."""
 
 RANGES: Mapping[str, tuple[float, float]] = {
@@ -182,7 +182,7 @@ def audit_sent_weights(
         values |= of_embedding
         if len(images) > 1:
             values["dependence on the image"] = _dependence(model, images, pretrained)
-    ranges = dict(RANGES) | ({"dependence on the image": (_TRAINED_DEPENDS, math.inf)} if pretrained else {})
+    ranges = dict(RANGES) | ({"dependence on the image": (TRAINED_DEPENDS, math.inf)} if pretrained else {})
     statistics = [Statistic(name, value, *ranges[name]) for name, value in values.items()]
     return WeightsAudit(tuple(statistics), tuple(layers))
 

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,10 @@ def test_rows_say_what_the_server_reads_and_what_the_audit_counts(
     with pytest.raises(PrivlabError, match="run `privlab study sent-weights`"):
         draw_sent_weights(tmp_path)
     (tmp_path / "facts.json").write_text(json.dumps([honest, found]), encoding="utf-8")
-    assert draw_sent_weights(tmp_path).stat().st_size > 1000
+    assert [path.name for path in draw_sent_weights(tmp_path)] == ["sent_weights.svg"]
+    hidden = honest | {"kind": "hidden", "read": 0.9, "dependence by slot": 0.1}
+    (tmp_path / "facts.json").write_text(json.dumps([hidden]), encoding="utf-8")
+    assert [path.name for path in draw_sent_weights(tmp_path)] == ["hidden_weights.svg"]
 
 
 def test_a_rotation_that_keeps_the_ones_commutes_with_layer_norm() -> None:
@@ -85,6 +89,17 @@ def test_a_hidden_version_whose_attention_depends_on_the_image_is_read(
     assert (found["read"], found["by_test"], found["by_statistics"]) == (1, False, False)
     assert found["dependence on the image"] > 0.3  # 0.02 without it
     assert found["dependence by slot"] < 0.1
+
+
+def test_the_study_measures_the_kinds_that_are_asked_for_and_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    rows = study.SentWeightsStudy(kinds=["noise", "steepness"], limit=4, offset=2)(tmp_path)
+    assert [row["kind"] for row in rows] == ["steepness"] * 7 + ["noise"] * 12
+    monkeypatch.setattr(study, "_manipulated", lambda *_: pytest.fail("it was measured once more"))
+    assert study.SentWeightsStudy(kinds=["noise"])(tmp_path) == rows
+    assert "kind of weights 'none'" in cli("study", "sent-weights", "--kind", "none", "--out", tmp_path / "new").error
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_study_of_honest_weights_resumes_and_states_the_interval(
