@@ -370,7 +370,7 @@ def adam_pairs(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 )
 @click.option("--kind", "kinds", multiple=True, help="Measure weights of one kind, such as hidden. [default: all]")
 @click.option("--figures", type=click.Choice(["svg", "png", "pdf"]), default="svg", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study, which is resumed.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder of the study.")
 @common
 def sent_weights(figures: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
     """Measure how well the audit of a server's weights knows chosen weights from honest ones."""

@@ -1,12 +1,11 @@
 """What two studies measured beside what others say: `privlab study noise-bound` and `privlab study jigsaw`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, parse_json, read_bytes
 from privlab.experiments.methods.reconstruction_bound import success_bound
 from privlab.report.figures import check_ending, write_figure
 from privlab.report.figures.style import MARKERS, PALETTE, canvas, dress, figure_style
@@ -121,9 +120,9 @@ def read_facts(out: Path, what: str, command: str) -> Any:  # noqa: ANN401
         command: its name in `privlab study`.
 
     Raises:
-        PrivlabError: if there is no study.
+        PrivlabError: if there is no study, or its file is damaged.
     """
     path = out / "facts.json"
     if not path.is_file():
         raise PrivlabError(f"'{out}' holds no study of {what} (facts.json): run `privlab study {command}`.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(read_bytes(path, "study"), f"'{path}'")

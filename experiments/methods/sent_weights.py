@@ -18,7 +18,7 @@ from privlab.attacks.dishonest.layout import STEEP, mlp_inputs
 from privlab.attacks.dishonest.manipulations import MANIPULATIONS, Manipulation, mixed, pairs, reading_errors
 from privlab.attacks.dishonest.transparent_backbone import TransparentBackbone
 from privlab.attacks.registry import attacks as installed_attacks
-from privlab.base import check_name, draw_for, full_precision, write_whole
+from privlab.base import PrivlabError, check_name, draw_for, full_precision, write_whole
 from privlab.evaluation import batch_of, unread
 from privlab.evaluation.observing import with_chosen_weights
 from privlab.experiments.methods.hidden_backbone import HiddenBackbone
@@ -57,7 +57,8 @@ _CLIENTS = (
 _ROUNDS = 9
 """Rounds of each of five starts and four clients: 180 in all. The limits were chosen on the first three starts."""
 
-HIDDEN = {
+HIDDEN: dict[str, TransparentBackbone] = {
+    "as it is": TransparentBackbone(),
     "rotated": HiddenBackbone(1.0, None),
     **{f"filled, pixels {x:g}": HiddenBackbone(x) for x in (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)},
     **{f"filled, pixels 100, noise {x:g}": HiddenBackbone(100.0, x) for x in (0.01, 0.1, 1.0)},
@@ -65,7 +66,7 @@ HIDDEN = {
     **{f"filled, pixels 30, attention {x:g}": HiddenBackbone(30.0, attention=x) for x in (1.0, 1.2, 1.5)},
     **{f"filled, pixels 100, attention {x:g}": HiddenBackbone(100.0, attention=x) for x in (0.5, 1.0)},
 }
-"""The versions of `transparent-backbone` that hide."""
+"""`transparent-backbone`, and its versions that hide."""
 
 KINDS = ("trained", "attack", "mixed", "neurons", "steepness", "noise", "hidden", "round", "random")
 """The kinds of weights, in the order in which they are measured."""
@@ -90,7 +91,7 @@ class SentWeightsStudy:
     kinds: Sequence[str] = ()
 
     def __call__(self, out: Path) -> list[dict[str, Any]]:
-        """Measure the kinds that `facts.json` of a folder lacks, write each there, and return all rows.
+        """Run the study, write its rows to `facts.json` of a folder after each one, and return them.
 
         A row has `kind`, `name`, `x` (the strength, the number of neurons, the steepness or the noise; of hidden
         versions the share of the mixture), `by_test` and `by_statistics`, `readable` (the largest share of patches that
@@ -98,19 +99,19 @@ class SentWeightsStudy:
         reads with a relative error of 0.1 or 0.3 at most), and each statistic.
 
         Raises:
-            PrivlabError: if there is no such kind.
+            PrivlabError: if there is no such kind, or the folder has a study.
         """
         for kind in self.kinds:
             check_name("kind of weights", kind, KINDS)
-        out.mkdir(parents=True, exist_ok=True)
         path = out / "facts.json"
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        done = {row["kind"] for row in rows}
-        base = victim("cifar_vit")
+        if path.exists():
+            raise PrivlabError(f"'{path}' is another study, which is kept: give a new folder by --out.")
+        out.mkdir(parents=True, exist_ok=True)
+        base, rows = victim("cifar_vit"), list[dict[str, Any]]()
         images = self._batch(base)
-        for kind in KINDS:
-            if kind in (self.kinds or KINDS) and kind not in done:
-                rows += self._measured(kind, base.model, images)
+        for kind in self.kinds or KINDS:
+            for row in self._measured(kind, base.model, images):
+                rows.append(row)
                 text = json.dumps(rows, indent=1)
                 write_whole(path, lambda part, text=text: part.write_text(text, encoding="utf-8"))
         return rows
@@ -153,7 +154,7 @@ class SentWeightsStudy:
                         yield _manipulated(kind, f"pairs, steepness {steep:g}", base, unequal, images, noise)
             case "hidden":
                 for name, hidden in HIDDEN.items():
-                    yield hidden_row(name, base, hidden, images, hidden.share)
+                    yield hidden_row(name, base, hidden, images, getattr(hidden, "share", 1.0))
             case "round":
                 yield from _rounds(images)
             case "random":

@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from pandas import DataFrame, concat
 
 from privlab.base import PrivlabError
+from privlab.benchmark.cards import Card
 from privlab.benchmark.measure import Measurement, case_label
 from privlab.benchmark.results import PACKAGE, Result, from_rows, read_result, to_rows, write_result
 from privlab.benchmark.rule import conclude
 from privlab.benchmark.tracks import TrackCase, photographs
-from privlab.benchmark.verify import _beside, _means, _parts, verify
+from privlab.benchmark.verify import _beside, _means, _parts, _relaxed, verify
 from privlab.evaluation import CONTROL
 
 SIGN = PACKAGE / "results/gradients-sign.json"
@@ -257,7 +259,7 @@ def test_the_worst_case_may_be_off_by_a_share_of_what_it_has_above_the_controls(
     monkeypatch: pytest.MonkeyPatch,
     allowed: float,
 ) -> None:
-    """Where a weaker attack alone reads a photograph, its search may end elsewhere: it does in 7 of 140 cases."""
+    """In 7 of 140 pairs of draw and photograph `april` alone finds the image; its search may end elsewhere there."""
     monkeypatch.setattr(importlib.import_module("privlab.benchmark.verify"), "_AT_ROUNDING", allowed)
 
     def april_ends_elsewhere(rows: DataFrame) -> DataFrame:
@@ -275,6 +277,21 @@ def test_the_worst_case_may_be_off_by_a_share_of_what_it_has_above_the_controls(
         assert "in 11 draws of 2 cases" in found.out
     else:
         assert "the mean worst case of one step" in found.error
+
+
+def test_the_worst_case_may_be_off_by_more_only_over_all_draws_and_not_for_the_hidden_half() -> None:
+    """By worst cases the cases of a track are compared, and the halves of the photographs: there nothing is relaxed."""
+    result = read_result(PACKAGE / "results/gradients-jigsaw.json")
+    rows = result.rows.loc[result.rows.image_sha256.isin([*photographs("bundled")])]
+
+    def allowed(rows: DataFrame, card: Card = result.card) -> float:
+        both = _beside(rows, rows, result.card)
+        return float(_relaxed(_means(both, result.card), both, card).allowed["one step", False, "worst case"])
+
+    assert allowed(rows) > 1.8
+    assert allowed(rows.loc[(rows.draw == 0) | rows.attack.str.startswith(CONTROL)]) == 0.5
+    assert allowed(rows.assign(image_sha256=next(iter(photographs("hidden"))))) == 0.5
+    assert allowed(rows, replace(result.card, track="updates")) == 0.5
 
 
 def test_a_public_key_without_a_signature_is_not_mentioned(tmp_path: Path) -> None:

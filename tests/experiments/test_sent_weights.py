@@ -91,15 +91,18 @@ def test_a_hidden_version_whose_attention_depends_on_the_image_is_read(
     assert found["dependence by slot"] < 0.1
 
 
-def test_the_study_measures_the_kinds_that_are_asked_for_and_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Callable[..., Any]
+def test_the_study_measures_the_kinds_that_are_asked_for_and_keeps_another_study(
+    tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    rows = study.SentWeightsStudy(kinds=["noise", "steepness"], limit=4, offset=2)(tmp_path)
+    rows = study.SentWeightsStudy(kinds=["steepness", "noise"], limit=4, offset=2)(tmp_path)
     assert [row["kind"] for row in rows] == ["steepness"] * 7 + ["noise"] * 12
-    monkeypatch.setattr(study, "_manipulated", lambda *_: pytest.fail("it was measured once more"))
-    assert study.SentWeightsStudy(kinds=["noise"])(tmp_path) == rows
+    assert "give a new folder" in cli("study", "sent-weights", "--out", tmp_path).error
+    assert json.loads((tmp_path / "facts.json").read_text(encoding="utf-8")) == rows
     assert "kind of weights 'none'" in cli("study", "sent-weights", "--kind", "none", "--out", tmp_path / "new").error
     assert not (tmp_path / "new").exists()
+    (tmp_path / "facts.json").write_text("[", encoding="utf-8")
+    with pytest.raises(PrivlabError, match="no JSON"):
+        draw_sent_weights(tmp_path)
 
 
 def test_the_study_of_honest_weights_resumes_and_states_the_interval(
