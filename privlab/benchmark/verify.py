@@ -3,6 +3,7 @@
 import math
 import random
 import secrets
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,10 +166,11 @@ def _measured_again(result: Result, card: Card, how: Photographs, chance: random
     if card.kind == "defense":
         yield from _drawn(result, Measurement(card, how), result.rows, chance)
         return
-    for target in defense_entries(card.track, sorted(result.data["judged"])):
-        own = Measurement(target, how, attacks=instances(card))
-        for rows in _drawn(result, own, result.rows_on(target.name), chance):
-            yield rows.assign(entry=target.name)
+    with tempfile.TemporaryDirectory() as runs:  # where what is undefended is measured once for all defenses
+        for target in defense_entries(card.track, sorted(result.data["judged"])):
+            own = Measurement(target, how, Path(runs), instances(card))
+            for rows in _drawn(result, own, result.rows_on(target.name), chance):
+                yield rows.assign(entry=target.name)
 
 
 def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: random.Random) -> Iterator[pd.DataFrame]:
@@ -280,7 +282,7 @@ def _relaxed(means: pd.DataFrame, both: pd.DataFrame, card: Card) -> pd.DataFram
     Where a weaker attack alone finds an image, its search may end elsewhere. By worst cases two cases of a track are
     compared, and both halves of the photographs: there the tolerance stays.
     """
-    if card.kind != "defense" or card.of.lead not in DECIBELS or len(card.of.cases) > 1:
+    if card.kind != "defense" or card.of.lead not in DECIBELS or len(card.of.cases) != 1:
         return means
     case = case_label(card.of.cases[0], "c")
     drawn = both.loc[(both.case == case) & ~both.attack.str.startswith(CONTROL), "draw"]

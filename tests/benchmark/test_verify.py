@@ -13,11 +13,11 @@ from pandas import DataFrame, concat
 
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card
-from privlab.benchmark.measure import Measurement, case_label
+from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.results import PACKAGE, Result, from_rows, read_result, to_rows, write_result
 from privlab.benchmark.rule import conclude
 from privlab.benchmark.tracks import TrackCase, photographs
-from privlab.benchmark.verify import _beside, _means, _parts, _relaxed, verify
+from privlab.benchmark.verify import _beside, _means, _measured_again, _parts, _relaxed, verify
 from privlab.evaluation import CONTROL
 
 SIGN = PACKAGE / "results/gradients-sign.json"
@@ -292,6 +292,22 @@ def test_the_worst_case_may_be_off_by_more_only_over_all_draws_and_not_for_the_h
     assert allowed(rows.loc[(rows.draw == 0) | rows.attack.str.startswith(CONTROL)]) == 0.5
     assert allowed(rows.assign(image_sha256=next(iter(photographs("hidden"))))) == 0.5
     assert allowed(rows, replace(result.card, track="updates")) == 0.5
+
+
+def test_what_an_attack_reads_undefended_is_measured_once_for_all_defenses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of all defenses are in one folder, in which a run that is there already is not made again."""
+    folders = list[Path | None]()
+
+    def drawn(_: Result, own: Measurement, before: DataFrame, __: Random) -> list[DataFrame]:
+        folders.append(own.out)
+        return [before]
+
+    monkeypatch.setattr(importlib.import_module("privlab.benchmark.verify"), "_drawn", drawn)
+    result = read_result(PACKAGE / "results/features-deconvolution.json")
+    rows = [*_measured_again(result, result.card, Photographs(), Random(0))]
+    assert len(rows) == 2
+    assert len({*folders}) == 1
+    assert folders[0] is not None
 
 
 def test_a_public_key_without_a_signature_is_not_mentioned(tmp_path: Path) -> None:
