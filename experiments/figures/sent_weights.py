@@ -66,7 +66,7 @@ def _draw_manipulated(path: Path, manipulated: Mapping[str, Sequence[Mapping[str
         for i, (label, own) in enumerate(manipulated.items()):
             leaked = [max(row["recognisable"], _LEAST) for row in own]
             counted = [max(row["readable"], _LEAST) for row in own]
-            handles += ax.plot(leaked, counted, label=label, **_mark(i))
+            handles += ax.plot(leaked, counted, label=label, **_dots(i))
         ax.axhline(MOST_READABLE, color="black", linewidth=0.8)
         handles.append(ax.axhline(honest, color=GREY, linestyle=":", linewidth=0.8, label="most of honest weights"))
         ax.set(xscale="log", yscale="log", xlim=(0.8 * _LEAST, 1.2), ylim=(0.8 * _LEAST, 1.2))
@@ -88,7 +88,7 @@ def _draw_hidden(path: Path, hidden: Sequence[Mapping[str, Any]]) -> None:
         handles = []
         for i, (label, (column, limit)) in enumerate(_NUMBERS.items()):
             read = [max(row["read"], _LEAST) for row in hidden]
-            handles += ax.plot(read, [row[column] for row in hidden], label=label, **_mark(i))
+            handles += ax.plot(read, [row[column] for row in hidden], label=label, **_dots(i))
             ax.axhline(limit, color=PALETTE[i], linewidth=0.8)
         ax.set(xscale="log", xlim=(0.8 * _LEAST, 1.2), ylim=(-0.03, 1.03))
         ax.grid(visible=True)
@@ -102,6 +102,6 @@ def _draw_hidden(path: Path, hidden: Sequence[Mapping[str, Any]]) -> None:
     write_figure(figure, path)
 
 
-def _mark(i: int) -> dict[str, Any]:
-    """Return how the marks of a series look."""
+def _dots(i: int) -> dict[str, Any]:
+    """Return how the dots of a series look."""
     return {"color": PALETTE[i], "marker": MARKERS[i], "linestyle": "none", "markersize": 4, "fillstyle": "full"}

@@ -125,7 +125,7 @@ def test_releases_of_different_ranks_are_searched_together_as_alone(
         assert found[i].wanted == n
         cosine = normalize(found[i].u, dim=1) @ normalize(u[:n], dim=1).mT
         assert sorted(cosine.argmax(1).tolist()) == list(range(n))
-        assert found[i].residual.max() < 1e-10
+        assert found[i].residual.max() < 1e-5  # the search ends at rounding, or a few steps before it
 
 
 def of_six(planted: tuple[Mlp, Tensor, Tensor, Tensor]) -> tuple[Mlp, Spans, Tensor]:
