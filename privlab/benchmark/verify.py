@@ -110,17 +110,16 @@ def verify(
         if card.track == "weights":
             again = measure_keys(card)
             _check_draws(result, result.rows, again)
-            return _compared(result, again, card, parts, seed)
-        if card.track == CHECKED:
+        elif card.track == CHECKED:
             again, worth, _ = measure_checks(card, how)
             _check_same(result, "utility", worth)
             _check_draws(result, result.rows, again)
-            return _compared(result, again, card, parts, seed)
-        if card.reconstructions or card.releases:
+        elif card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
             raise PrivlabError(f"{path}: {what} cannot be measured again. The hash and the versions are right.")
-        _check_public(result, how)
-        again = pd.concat(_measured_again(result, card, how, chance), ignore_index=True)
+        else:
+            _check_public(result, how)
+            again = pd.concat(_measured_again(result, card, how, chance), ignore_index=True)
         if admission_last:
             _check_stated(result, card, how, chance)
     return _compared(result, again, card, parts, seed)

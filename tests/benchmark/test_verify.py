@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -292,6 +293,25 @@ def test_the_worst_case_may_be_off_by_more_only_over_all_draws_and_not_for_the_h
     assert allowed(rows.loc[(rows.draw == 0) | rows.attack.str.startswith(CONTROL)]) == 0.5
     assert allowed(rows.assign(image_sha256=next(iter(photographs("hidden"))))) == 0.5
     assert allowed(rows, replace(result.card, track="updates")) == 0.5
+
+
+@pytest.mark.parametrize("seed", [1, 2])  # by which admission is tried after the measurement, and before it
+def test_admission_of_a_plugin_is_tried_again_on_every_track(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    module, calls = importlib.import_module("privlab.benchmark.verify"), list[str]()
+    path = PACKAGE / "results/dishonest-server-pruning.json"
+    own = read_result(path)
+
+    def measured(*_: object) -> tuple[DataFrame, float, None]:
+        calls.append("measured")
+        return own.rows, own.data["utility"], None
+
+    monkeypatch.setattr(module, "installed", lambda *given: nullcontext())
+    monkeypatch.setattr(module, "measure_checks", measured)
+    monkeypatch.setattr(module, "_check_stated", lambda *given: calls.append("admission"))
+    verify(forged(tmp_path / "r.json", path, lambda rows: rows, plugin="class Mine: ..."), seed=seed)
+    assert calls == (["measured", "admission"] if seed == 1 else ["admission", "measured"])
 
 
 def test_what_an_attack_reads_undefended_is_measured_once_for_all_defenses(monkeypatch: pytest.MonkeyPatch) -> None:
