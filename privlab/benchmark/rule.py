@@ -9,13 +9,14 @@ the defense in another case could only raise the score.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from privlab.base import PrivlabError, one_line, warn
+from privlab.base import PrivlabError, one_line
 from privlab.benchmark.cards import CHECKED, Card
 from privlab.benchmark.form import Judged, Worst
 from privlab.benchmark.results import Result, defense_entries, of_package, warn_left_out
@@ -207,6 +208,18 @@ def conclude(card: Card, rows: pd.DataFrame) -> Judged | dict[str, Judged]:
     return judged
 
 
+@contextmanager
+def concluding(result: Result) -> Iterator[None]:
+    """Raise PrivlabError where nothing can be concluded: who wrote the rows may have put anything into a column."""
+    try:
+        yield
+    except PrivlabError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        said = one_line(error)
+        raise PrivlabError(f"'{result.path}' has rows from which nothing can be concluded: {said}.") from None
+
+
 def check_concluded(result: Result, found: Mapping[str, Any], names: Sequence[str] = (*OF_ROWS, *OF_CLASSES)) -> None:
     """Raise PrivlabError if a file does not conclude what its rows say, which `conclude` found, in the named parts.
 
@@ -278,13 +291,11 @@ def standings(results: Iterable[Result], *, again: bool = False) -> list[Standin
     given: list[Result] = []
     for result in results:
         try:
-            given.append(_as_its_rows_say(result))
+            with concluding(result):
+                given.append(_as_its_rows_say(result))
             continue
         except PrivlabError as error:
             warn_left_out(result.path, error)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # whoever wrote the rows may have left out any column, or put anything into it
-            warn(f"'{result.path}' has rows from which nothing can be concluded: {one_line(error)}. It is left out.")
         given.extend(own for own in of_package() if own.entry == result.entry and own.path != result.path)
     kept = {} if again else {(row.track, row.name): row for row in concluded_rows()}
     rows: list[Standing] = []
@@ -337,7 +348,7 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     whole, external, seen, records = own, None, 0, result.rows
     if theirs:
         more = pd.concat([_rows_on(card.name, each) for each in theirs], ignore_index=True)
-        records = pd.concat([result.rows, more], ignore_index=True)
+        records = _apart(pd.concat([result.rows, more], ignore_index=True), of)
         whole = _judged_anew(own, records, card, theirs)
         worst = worst_cases(more, of)
         external = worst.get(leakiest_of(worst, of), NOTHING)["mean"]
@@ -422,6 +433,23 @@ def _rows_on(name: str, attack: Result) -> pd.DataFrame:
         return rows
     control = rows.attack.str.startswith(CONTROL)
     return rows.assign(attack=rows.attack.mask(control, rows.attack + f" of {attack.card.name}"))
+
+
+def _apart(records: pd.DataFrame, of: Track) -> pd.DataFrame:
+    """Return rows in which an attack has its name only with the options by which it leaks most.
+
+    With others it counts as another attack: in one mean with them, an entry of a weak budget would lower the score that
+    a stronger one reached. Options count that were run on at least half as many photographs as any others.
+    """
+    leaks = sign_of(of.lead) * records[of.lead].clip(upper=highest(of))
+    control = records.attack.str.startswith(CONTROL)
+    runs = records.assign(leaks=leaks).loc[~control & (records.setting != "a")].groupby(["attack", "attack_params"])
+    runs = runs.agg(mean=("leaks", "mean"), images=("image_sha256", "nunique"))
+    enough = runs.loc[2 * runs.images >= runs.groupby("attack").images.transform("max")]
+    weaker = runs.index.difference(enough.sort_values("mean").groupby("attack").tail(1).index)
+    own = pd.MultiIndex.from_frame(records[["attack", "attack_params"]]).isin(weaker)
+    options = records.attack_params.str.replace(r'[{}"]', "", regex=True)
+    return records.assign(attack=records.attack.mask(own, records.attack + " with " + options))
 
 
 def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Worst, Worst]:

@@ -107,6 +107,21 @@ def entered(folder: Path, theirs: pd.DataFrame, *, knows: bool = True, **more: A
     return result(folder, "attack", theirs, **own, **more)
 
 
+def test_a_weaker_entry_of_an_attack_lowers_no_score(tmp_path: Path) -> None:
+    """Neither does it count as a larger budget that leaks less, whatever options its rows state."""
+    high = [30.0] * len(IMAGES)
+    own = result(tmp_path, "one", records(high, [12.0] * len(IMAGES)))
+    (before,) = standings([own])
+    weak = records([20.0] * len(IMAGES), [12.0] * len(IMAGES)).assign(attack_params='{"rounds": 99}')
+    (after,) = standings([own, entered(tmp_path, weak)])
+    assert (
+        (after.score, after.rank, after.verdict) == (before.score, before.rank, before.verdict) == (30.0, 1, "broken")
+    )
+    strong = weak.assign(psnr=weak.psnr.mask(weak.psnr == 20.0, 35.0))
+    (after,) = standings([own, entered(tmp_path, strong)])
+    assert (after.score, after.best_attack) == (35.0, "patch-gradient-adaptive")
+
+
 @pytest.fixture
 def high() -> np.ndarray:
     return np.linspace(20, 30, len(IMAGES))
