@@ -40,6 +40,9 @@ _COLUMNS = (
 )
 """The columns that the rows of every result have; scores depend on the track."""
 
+_STATED = ("case", "attack", "geometry", "image_sha256", "status", "draw")
+"""Those of them that no row leaves empty."""
+
 
 @dataclass(frozen=True, eq=False)
 class Result:
@@ -64,9 +67,13 @@ class Result:
     @cached_property
     def rows(self) -> pd.DataFrame:
         """Return the records, read once: not to be written to."""
-        rows = from_rows(self.data["rows"])
-        if missing := [name for name in _COLUMNS if name not in rows]:
+        rows, entry = from_rows(self.data["rows"]), ["entry"] if self.card.kind == "attack" else []
+        if missing := [name for name in (*_COLUMNS, self.card.of.lead, *entry) if name not in rows]:
             raise PrivlabError(f"'{self.path}' has rows without {first(missing)}. Submit the entry again.")
+        if "entry" in rows and not entry:
+            raise PrivlabError(f"'{self.path}' has the column entry, which only an attack's rows have.")
+        if empty := [name for name in (*_STATED, *entry) if rows[name].isna().any()]:
+            raise PrivlabError(f"'{self.path}' has rows that do not state {first(empty)}. Submit the entry again.")
         known = {sha256 for part in PARTS for sha256 in photographs(part)}
         if self.card.of.photographs and (others := {*rows.image_sha256} - known):
             raise PrivlabError(

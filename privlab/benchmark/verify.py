@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from privlab.benchmark.cards import CHECKED, Card, instances
 from privlab.benchmark.measure import KEPT, Measurement, Photographs, as_kept, case_label
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, defense_entries, from_rows, read_result, to_rows
-from privlab.benchmark.rule import check_concluded, conclude
+from privlab.benchmark.rule import check_concluded, conclude, concluding
 from privlab.benchmark.server import measure_checks
 from privlab.benchmark.submit import checks_of, worth_of
 from privlab.benchmark.tracks import BUNDLED, PARTS, photographs
@@ -34,17 +35,24 @@ _APART = 0.02
 _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
 
-_AT_ROUNDING = 0.05
+_WORST_CASE_SHARE = 0.05
 """How far a mean worst case over all draws may be off, as a share of what it has above the controls (`_relaxed`)."""
+
+_STANDARD_ERRORS, _TOLERANCES = 2.0, 2.0
+"""By how many standard errors of the difference a mean may be off, and how many tolerances that is at most."""
 
 _PLACE = ["case", "attack", "geometry", "image_sha256"]
 """What a row measures, besides the draw."""
 
 _STATED = (
     *("victim", "victim_params", "weights_sha256", "block", "release", "cut_layer", "defense", "defense_params"),
-    *("setting", "effort", "image", "label_origin", "seed", "dtype", "batch_images", "external"),
+    *("setting", "attack_params", "effort", "image", "label_origin", "seed", "dtype", "batch_images", "external"),
 )
 """What a row says of a measurement, from which the rule concludes too."""
+
+
+_SOURCE = re.compile(r'(, )?"source_sha256": "[0-9a-f]*"')
+"""What options say of the source of a class that does not come with privlab, or did not when it was measured."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,9 @@ class Verified:
 
     `rows` is the number of its rows, `measured` how many of these were measured again, `confirmed` how many of those
     agree within `tolerance`, one by one, and `share` the share of all rows that is confirmed. `apart` is the largest
-    difference of a mean worst case, over the cases. `draws` names the draws of each case, which follow from `seed`;
-    `photographs` are the parts. `signer` is the key whose signature was checked; None where there is none.
-    `plugin` says whether code of the file was run.
+    difference of a mean worst case, over the cases, and `allowed` how far that one may be off. `draws` names the draws
+    of each case, which follow from `seed`; `photographs` are the parts. `signer` is the key whose signature was
+    checked; None where there is none. `plugin` says whether code of the file was run.
     """
 
     name: str
@@ -65,6 +73,7 @@ class Verified:
     confirmed: int
     share: float
     apart: float
+    allowed: float
     tolerance: float
     photographs: tuple[str, ...]
     seed: int
@@ -103,7 +112,8 @@ def verify(
     how = Photographs(parts, folder, weights, public)
     chance = random.Random(seed)
     with installed(card, source), collect_warnings([]):
-        check_concluded(result, conclude(card, result.rows))
+        with concluding(result):
+            check_concluded(result, conclude(card, result.rows))
         admission_last = source is not None and chance.random() < 0.5  # so that a plug-in cannot know which calls count
         if not admission_last:
             _check_stated(result, card, how, chance)
@@ -175,8 +185,8 @@ def _measured_again(result: Result, card: Card, how: Photographs, chance: random
 def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: random.Random) -> Iterator[pd.DataFrame]:
     """Yield the records of each case of a defense, in a draw that is drawn here, or in all draws.
 
-    A search may end elsewhere on a photograph, by rounding alone. Where the rows of a draw agree one by one and their
-    mean does not, the mean over all draws decides, of which the result concludes.
+    A search may end elsewhere on a photograph, by rounding alone. Where the mean of a draw is off, the mean over all
+    draws decides, of which the result concludes.
 
     Raises:
         PrivlabError: if the result has another case, or lacks a draw of what was measured again.
@@ -191,42 +201,37 @@ def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: rando
         draws = own.card.draws if setting == "c" else 1
         rows, of_case = own.again(case, setting, [chance.randrange(draws)]), before.loc[before.case == label]
         _check_draws(result, of_case, rows, draws)
-        both = _beside(rows, of_case, own.card)
-        if draws > 1 and both.agrees.mean() >= _AGREE:
-            means = _means(both, own.card)
-            if (means.difference > means.allowed).any():
-                rows = own.again(case, setting, range(draws))
+        means = _means(_beside(rows, of_case, own.card), own.card)
+        if draws > 1 and (means.difference > means.tolerance).any():
+            rows = own.again(case, setting, range(draws))
         yield rows
 
 
 def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draws: int | None = None) -> None:
-    """Raise PrivlabError if an attack that runs on a case lacks a photograph or a draw there, or another one has it.
+    """Raise PrivlabError if a case lacks a row of an attack or a control, or has another one.
 
-    The same holds for a control, which has one draw, in each geometry.
+    Every photograph of the file has the attacks, the geometries and the draws that one has which was measured.
 
     Args:
         result: the file.
         before: its rows of the case.
         again: those that were measured.
-        draws: how many draws there must be; None for those of `again`.
+        draws: how many draws an attack must have; None for those of `again`. A control has one.
     """
+    expected = again[[*_PLACE, "draw"]]
     if result.card.of.photographs:
-        before = before.loc[before.image_sha256.isin(again.image_sha256)]
-    expected, found = _keys(again, draws), _keys(before, None)
-    if expected != found:
-        raise PrivlabError(
-            f"{result.path}: the case '{again.case.iloc[0]}' must have {len(expected)} scores by attack, photograph "
-            f"and draw. It lacks {len(expected - found)} of them, and has {len(found - expected)} others."
-        )
-
-
-def _keys(rows: pd.DataFrame, draws: int | None) -> set[tuple[Any, ...]]:
-    """Return what rows measure, of attacks in each of so many draws; only controls differ by geometry."""
-    control = rows.attack.str.startswith(CONTROL)
-    rows = rows[[*_PLACE, "draw"]].assign(geometry=rows.geometry.where(control, "any"))
+        images = pd.concat([before.image_sha256, again.image_sha256]).drop_duplicates()
+        expected = expected.drop(columns="image_sha256").drop_duplicates().merge(images, how="cross")
     if draws is not None:
-        rows = rows.assign(draw=rows.draw.where(control, [range(draws)] * len(rows))).explode("draw")
-    return {*rows.itertuples(index=False, name=None)}
+        of_draw = ~expected.attack.str.startswith(CONTROL)
+        drawn = expected[of_draw].drop(columns="draw").merge(pd.DataFrame({"draw": range(draws)}), how="cross")
+        expected = pd.concat([expected[~of_draw], drawn])
+    needed, found = ({*rows[[*_PLACE, "draw"]].itertuples(index=False, name=None)} for rows in (expected, before))
+    if needed != found:
+        raise PrivlabError(
+            f"{result.path}: the case '{again.case.iloc[0]}' must have {len(needed)} scores by attack, geometry, "
+            f"photograph and draw. It lacks {len(needed - found)} of them, and has {len(found - needed)} others."
+        )
 
 
 def _beside(again: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFrame:
@@ -235,6 +240,9 @@ def _beside(again: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFra
     Values of the file are in columns that end with "_was".
     """
     lead, again = card.of.lead, from_rows(to_rows(again))
+    again, before = (
+        rows.assign(attack_params=rows.attack_params.str.replace(_SOURCE, "", regex=True)) for rows in (again, before)
+    )
     place = [*(["entry"] if "entry" in again else []), *_PLACE, "draw"]
     both = again.merge(before.reindex(columns=again.columns), on=place, how="left", suffixes=("", "_was"))
     both["now"], both["was"] = _leaks(both, lead), _leaks(both, f"{lead}_was")
@@ -257,26 +265,38 @@ def _metric(column: str) -> str:
 def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
     """Return the mean leakage of each case `now` and in the file (`was`), their `difference`, and what is `allowed`.
 
-    Its rows are the mean worst case, by which cases are compared, and by each metric the mean of the leakiest attack:
-    by the lead metric this is the score, and the verdict follows from all of them. Controls have rows of their own.
+    A search may end elsewhere on some photographs. So in a single draw, a difference within two standard errors
+    (`error`, photograph by photograph) is none, up to twice the `tolerance`. The rows are the mean worst case, by which
+    cases are compared, and by each metric the mean of the leakiest attack: by the lead metric this is the score, and
+    the verdict follows from all of them. Controls have rows of their own.
     """
     control = both.attack.str.startswith(CONTROL).rename("control")
+    both = both.assign(case=both.case.mask(both.image_sha256.isin(photographs("hidden")), both.case + ", hidden half"))
     case = [*(both[name] for name in ("entry", "case") if name in both), control]
     levels = [*range(len(case))]
     worst = both[["now", "was"]].groupby([*case, both.draw, both.image_sha256], dropna=False).max()
-    found, allowed = {"worst case": worst.groupby(level=levels).mean()}, {"worst case": card.of.tolerance_db}
+    found, allowed = {"worst case": _mean(worst, level=levels)}, {"worst case": card.of.tolerance_db}
     for name in as_kept(both, card.of).columns.difference(KEPT, sort=False):
         scores = pd.DataFrame({"now": _leaks(both, name), "was": _leaks(both, f"{name}_was")})
-        attacks = scores.groupby([*case, both.attack, both.geometry], dropna=False).mean()
-        found[name] = attacks.groupby(level=levels).max()
+        attacks = _mean(scores, by=[*case, both.attack, both.geometry]).sort_values("now", na_position="first")
+        found[name] = attacks.groupby(level=levels).agg({"now": "max", "was": "max", "error": "last"})
         allowed[name] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
     means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0]).sort_index()
     difference = (means.now - means.was).abs().fillna(0.0).mask(means.now.isna() != means.was.isna(), math.inf)
-    return means.assign(difference=difference, allowed=means.index.get_level_values("what").map(allowed))
+    tolerance = means.index.get_level_values("what").map(allowed).to_series(index=means.index)
+    drawn = means.index.droplevel("what").map(both.groupby(case, dropna=False).draw.nunique())
+    by_error = (_STANDARD_ERRORS * means.error).where(drawn == 1).fillna(0.0).clip(tolerance, _TOLERANCES * tolerance)
+    return means.assign(difference=difference, tolerance=tolerance, allowed=by_error)
 
 
-def _relaxed(means: pd.DataFrame, both: pd.DataFrame, card: Card) -> pd.DataFrame:
-    """Return means of which the worst case over all draws may be off by `_AT_ROUNDING`, where nothing else hangs on it.
+def _mean(scores: pd.DataFrame, **by: Any) -> pd.DataFrame:  # noqa: ANN401
+    """Return the means of groups of scores, `now` and in the file (`was`), and the `error` of their difference."""
+    groups = scores.assign(error=scores.now - scores.was).groupby(**by, dropna=False)
+    return groups.agg({"now": "mean", "was": "mean", "error": "sem"})
+
+
+def _relaxed(means: pd.DataFrame, both: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFrame:
+    """Return means of which the worst case over all draws may be off by a share, where nothing depends on it.
 
     Where a weaker attack alone finds an image, its search may end elsewhere. By worst cases two cases of a track are
     compared, and both halves of the photographs: there the tolerance stays.
@@ -285,10 +305,11 @@ def _relaxed(means: pd.DataFrame, both: pd.DataFrame, card: Card) -> pd.DataFram
         return means
     case = case_label(card.of.cases[0], "c")
     drawn = both.loc[(both.case == case) & ~both.attack.str.startswith(CONTROL), "draw"]
-    if drawn.nunique() < 2 or both.image_sha256.isin(photographs("hidden")).any():
+    if drawn.nunique() < 2 or before.image_sha256.isin(photographs("hidden")).any():
         return means
     above = means.now[case, False, "worst case"] - means.now[case, True, "worst case"]
-    means.loc[(case, False, "worst case"), "allowed"] = max(card.of.tolerance_db, _AT_ROUNDING * above)
+    worst = case, False, "worst case"
+    means.loc[worst, "allowed"] = max(means.allowed[worst], _WORST_CASE_SHARE * above)
     return means
 
 
@@ -320,15 +341,16 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
                 f"{result.path}: {name} is {str(found)[:100]!r} in rows that were measured again, and the result says "
                 f"{str(said)[:100]!r}."
             )
-    means = _relaxed(_means(both, card), both, card)
+    means = _relaxed(_means(both, card), both, before, card)
     if (means.difference > means.allowed).any():
         *at, is_control, what = at_most = (means.difference - means.allowed).idxmax()
-        now, was, _, allowed = means.loc[at_most]
+        now, was, allowed = means.loc[at_most, ["now", "was", "allowed"]]
         of = what if what == "worst case" else f"{what} of the leakiest attack"
         raise PrivlabError(
             f"{result.path}: the mean {of} of {', '.join(map(str, at))}{' (controls)' if is_control else ''} is "
             f"{now:.3f} now, and the result says {was:.3f}. They may differ by {allowed:g}."
         )
+    worst = means.xs("worst case", level="what").nlargest(1, "difference").iloc[0]
     attacked = again.loc[~again.attack.str.startswith(CONTROL)]
     labels = attacked.entry + ", " + attacked.case if "entry" in attacked else attacked.case
     return Verified(
@@ -338,7 +360,8 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
         measured=len(both),
         confirmed=confirmed,
         share=round(confirmed / len(before), 4),
-        apart=round(float(means.xs("worst case", level="what").difference.max()), 4),
+        apart=round(float(worst.difference), 4),
+        allowed=round(float(worst.allowed), 4),
         tolerance=tolerance,
         photographs=parts if card.of.photographs else (),
         seed=seed,

@@ -181,8 +181,8 @@ def _say_confinement(plugin: str | bool | None) -> None:
 def verify(result: Path, images: str | None, seed: int | None, public: str | None, weights: str, as_json: bool) -> None:
     """Check the hash and the versions of a RESULT, conclude from its rows, and measure a part of it again.
 
-    In every case one draw of all bundled photographs is measured, with --images of the others too; where its mean is
-    off and its rows agree, all draws are. This needs the file alone, and runs the plug-in that the file holds.
+    In every case one draw of all bundled photographs is measured, with --images of the others too; where a mean of it
+    is off, all draws are. This needs the file alone, and runs the plug-in that the file holds.
     """
     from privlab.benchmark import verify as verified
 
@@ -191,7 +191,7 @@ def verify(result: Path, images: str | None, seed: int | None, public: str | Non
     text = (
         f"{found.name} ({found.track}): {found.confirmed} of {found.rows} rows are confirmed ({found.share:.0%}); "
         f"{found.measured} were measured again, in {sum(map(len, found.draws.values()))} draws of {len(found.draws)} "
-        f"cases, by seed {found.seed}. Worst cases differ by {found.apart:g} at most."
+        f"cases, by seed {found.seed}. Worst cases differ by {found.apart:g} at most, of {found.allowed:g} allowed."
     )
     _say_confinement(found.plugin)
     signed = f" The signature of {found.signer[:16]}… is right." if found.signer else ""

@@ -120,6 +120,7 @@ def test_a_card_that_lies_about_its_class_is_refused(change: Callable[[str], str
         (lambda t: t.replace('how = "not measured"', ""), r"\[utility\] does not state how"),
         (lambda t: t.replace("[parameters]", 'victim = "vit_b"\n[parameters]'), "Unknown victim of the track"),
         (lambda t: "=", "is no TOML"),
+        (lambda t: t.replace("defense", "attack").replace("gradient-pruning", "april+deconvolution"), "has one attack"),
     ],
 )
 def test_a_card_with_a_mistake_is_refused(change: Callable[[str], str], said: str) -> None:

@@ -165,6 +165,16 @@ def test_scores_of_attacks_are_those_of_the_rows_too(tmp_path: Path, plugin: str
         assert standings([read_result(path)]) == []
 
 
+@pytest.mark.parametrize("column", ["psnr", "case", "attack", "draw", "setting", "seed"])
+def test_rows_that_leave_a_column_empty_are_refused_in_one_line(
+    tmp_path: Path, cli: Callable[..., Any], column: str
+) -> None:
+    def emptied(data: dict[str, Any]) -> None:
+        data["rows"]["columns"][column] = {"all": None}
+
+    assert str(tmp_path) in cli("benchmark", "verify", edited(tmp_path, emptied)).error
+
+
 def test_an_attack_that_says_that_it_knows_a_defense_is_asked(tmp_path: Path, cli: Callable[..., Any]) -> None:
     path = edited(tmp_path, lambda data: data["judged"]["blur"].update(knows=False), "features-deconvolution")
     assert "by its rows, knows is true, and it says false" in cli("benchmark", "verify", path).error
