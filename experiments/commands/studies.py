@@ -381,8 +381,9 @@ def sent_weights(figures: str, out: Path, as_json: bool, **options: Any) -> None
         rows = SentWeightsStudy(**options)(out)
     paths = draw_sent_weights(out, figures)
     print_rows(summary(rows), as_json=as_json)
-    for path in [] if as_json else paths:
-        err.print(f"figure: {path}", markup=False)
+    if not as_json:
+        for path in paths:
+            err.print(f"figure: {path}", markup=False)
 
 
 @study.command("honest-weights")

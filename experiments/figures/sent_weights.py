@@ -19,14 +19,13 @@ _SERIES = {
     "noise": "pairs of unequal neurons",
 }
 
-
 _DEPENDENCE = "dependence on the image"
 
 _NUMBERS = {
     f"{_DEPENDENCE}, for all weights": (_DEPENDENCE, RANGES[_DEPENDENCE][0]),
     "by slot, for models trained before": ("dependence by slot", TRAINED_DEPENDS),
 }
-"""What the audit counts of hidden versions: its name, its column, and the limit below which weights are suspicious."""
+"""What the audit measures of hidden versions: the name, the column, and the limit below which they are suspicious."""
 
 
 def draw_sent_weights(out: Path, kind: str = "svg") -> list[Path]:

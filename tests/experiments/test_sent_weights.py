@@ -55,6 +55,7 @@ def test_rows_say_what_the_server_reads_and_what_the_audit_counts(
     hidden = honest | {"kind": "hidden", "read": 0.9, "dependence by slot": 0.1}
     (tmp_path / "facts.json").write_text(json.dumps([hidden]), encoding="utf-8")
     assert [path.name for path in draw_sent_weights(tmp_path)] == ["hidden_weights.svg"]
+    assert all(path.stat().st_size > 1000 for path in tmp_path.glob("*.svg"))
 
 
 def test_a_rotation_that_keeps_the_ones_commutes_with_layer_norm() -> None:
