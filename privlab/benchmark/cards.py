@@ -200,10 +200,8 @@ def parse_card(text: str, path: Path) -> Card:
             f"{path}: recorded releases are only supported for a defense on the track 'gradients'. Found an entry "
             f"of kind '{kind}' on the track '{track}'."
         )
-    if kind == "attack" and "+" in given.get("uses", given["name"]):
-        raise PrivlabError(
-            f"{path}: an entry has one attack. Enter each of {given.get('uses', given['name'])} by itself."
-        )
+    if kind == "attack" and "+" in (uses := given.get("uses") or given["name"]):
+        raise PrivlabError(f"{path}: an entry has one attack. Found {uses}: enter each of them separately.")
     if (kind, track) == ("attack", CHECKED):
         raise PrivlabError(f"{path}: the track '{CHECKED}' has a fixed list of manipulations and takes no attack.")
     if "secret_bits" in given:

@@ -19,9 +19,11 @@ import pyarrow as pa
 from privlab.base import PrivlabError, first, one_line, parse_json, read_bytes, read_text, warn, write_whole
 from privlab.benchmark.cards import Card, parse_card, read_card
 from privlab.benchmark.form import Contents, Infinite, Judged, Picture, check_form
+from privlab.benchmark.measure import KEPT, as_kept
 from privlab.benchmark.standing import PACKAGE, result_texts
 from privlab.benchmark.tracks import PARTS, TRACKS, VERSION, photographs, track
 from privlab.evaluation import COLUMNS, IDENTITY
+from privlab.metrics import DECIBELS
 
 FORMAT = 1
 """The version of the format of result files."""
@@ -70,10 +72,21 @@ class Result:
         rows, entry = from_rows(self.data["rows"]), ["entry"] if self.card.kind == "attack" else []
         if missing := [name for name in (*_COLUMNS, self.card.of.lead, *entry) if name not in rows]:
             raise PrivlabError(f"'{self.path}' has rows without {first(missing)}. Submit the entry again.")
-        if "entry" in rows and not entry:
-            raise PrivlabError(f"'{self.path}' has the column entry, which only an attack's rows have.")
+        scores = [name for name in as_kept(rows, self.card.of) if name not in KEPT]
+        if other := [name for name in rows if name not in (*KEPT, *scores, *entry)]:
+            raise PrivlabError(f"'{self.path}' has rows with {first(other)}, which no rows of its kind have.")
+        for name in (each for each in scores if each in rows):
+            low, high = (0.0, math.inf) if name.removesuffix("_mirrored") in DECIBELS else (-1.0, 1.0)
+            found = rows[name].astype("float64")
+            if not (found.isna() | found.between(low, high)).all():
+                raise PrivlabError(f"'{self.path}' has a {name} beyond [{low:g}, {high:g}]. Submit the entry again.")
         if empty := [name for name in (*_STATED, *entry) if rows[name].isna().any()]:
             raise PrivlabError(f"'{self.path}' has rows that do not state {first(empty)}. Submit the entry again.")
+        ok, scored = rows.status == "ok", rows[[name for name in scores if name in rows]].notna().any(axis="columns")
+        if (ok & rows.reason.notna()).any() or (~ok & scored).any() or (rows.weights == "random").any():
+            raise PrivlabError(
+                f"'{self.path}' has failed rows with a score, others with a reason, or random weights. Submit it again."
+            )
         known = {sha256 for part in PARTS for sha256 in photographs(part)}
         if self.card.of.photographs and (others := {*rows.image_sha256} - known):
             raise PrivlabError(

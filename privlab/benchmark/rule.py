@@ -347,8 +347,8 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     card, of, own = result.card, result.card.of, result.judged[result.card.name]
     whole, external, seen, records = own, None, 0, result.rows
     if theirs:
-        more = pd.concat([_rows_on(card.name, each) for each in theirs], ignore_index=True)
-        records = _apart(pd.concat([result.rows, more], ignore_index=True), of)
+        more = pd.concat([_rows_on(card.name, each).assign(file=each.card.name) for each in theirs], ignore_index=True)
+        records = _named_by_file(pd.concat([result.rows.assign(file="the track"), more], ignore_index=True), of)
         whole = _judged_anew(own, records, card, theirs)
         worst = worst_cases(more, of)
         external = worst.get(leakiest_of(worst, of), NOTHING)["mean"]
@@ -435,21 +435,21 @@ def _rows_on(name: str, attack: Result) -> pd.DataFrame:
     return rows.assign(attack=rows.attack.mask(control, rows.attack + f" of {attack.card.name}"))
 
 
-def _apart(records: pd.DataFrame, of: Track) -> pd.DataFrame:
-    """Return rows in which an attack has its name only with the options by which it leaks most.
+def _named_by_file(records: pd.DataFrame, of: Track) -> pd.DataFrame:
+    """Return rows in which, of each case, an attack has its name only in the file in which it leaks most.
 
-    With others it counts as another attack: in one mean with them, an entry of a weak budget would lower the score that
-    a stronger one reached. Options count that were run on at least half as many photographs as any others.
+    In another file it counts as another attack: in one mean with it, an entry of a weak budget would lower the score
+    that a stronger one reached. Files count in which it was run on as many photographs as in any other.
     """
     leaks = sign_of(of.lead) * records[of.lead].clip(upper=highest(of))
-    control = records.attack.str.startswith(CONTROL)
-    runs = records.assign(leaks=leaks).loc[~control & (records.setting != "a")].groupby(["attack", "attack_params"])
+    attacked = (records.setting != "a") & ~records.attack.str.startswith(CONTROL)
+    runs = records.assign(leaks=leaks).loc[attacked].groupby(["case", "attack", "file"])
     runs = runs.agg(mean=("leaks", "mean"), images=("image_sha256", "nunique"))
-    enough = runs.loc[2 * runs.images >= runs.groupby("attack").images.transform("max")]
-    weaker = runs.index.difference(enough.sort_values("mean").groupby("attack").tail(1).index)
-    own = pd.MultiIndex.from_frame(records[["attack", "attack_params"]]).isin(weaker)
-    options = records.attack_params.str.replace(r'[{}"]', "", regex=True)
-    return records.assign(attack=records.attack.mask(own, records.attack + " with " + options))
+    whole = runs.loc[runs.images == runs.groupby(["case", "attack"]).images.transform("max")]
+    most = whole.sort_values("mean").groupby(["case", "attack"]).tail(1).index
+    weaker = attacked & ~pd.MultiIndex.from_frame(records[["case", "attack", "file"]]).isin(most)
+    named = records.attack.mask(weaker, records.attack + " of " + records.file)
+    return records.assign(attack=named).drop(columns="file")
 
 
 def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Worst, Worst]:

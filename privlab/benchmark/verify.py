@@ -47,6 +47,7 @@ _PLACE = ["case", "attack", "geometry", "image_sha256"]
 _STATED = (
     *("victim", "victim_params", "weights_sha256", "block", "release", "cut_layer", "defense", "defense_params"),
     *("setting", "attack_params", "effort", "image", "label_origin", "seed", "dtype", "batch_images", "external"),
+    "status",
 )
 """What a row says of a measurement, from which the rule concludes too."""
 
@@ -210,7 +211,7 @@ def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: rando
 def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draws: int | None = None) -> None:
     """Raise PrivlabError if a case lacks a row of an attack or a control, or has another one.
 
-    Every photograph of the file has the attacks, the geometries and the draws that one has which was measured.
+    Every photograph of the file's parts has the attacks, the geometries and the draws that one has which was measured.
 
     Args:
         result: the file.
@@ -220,8 +221,9 @@ def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draw
     """
     expected = again[[*_PLACE, "draw"]]
     if result.card.of.photographs:
-        images = pd.concat([before.image_sha256, again.image_sha256]).drop_duplicates()
-        expected = expected.drop(columns="image_sha256").drop_duplicates().merge(images, how="cross")
+        images = {*again.image_sha256}.union(*map(photographs, _parts(result)))
+        expected = expected.drop(columns="image_sha256").drop_duplicates()
+        expected = expected.merge(pd.DataFrame({"image_sha256": sorted(images)}), how="cross")[[*_PLACE, "draw"]]
     if draws is not None:
         of_draw = ~expected.attack.str.startswith(CONTROL)
         drawn = expected[of_draw].drop(columns="draw").merge(pd.DataFrame({"draw": range(draws)}), how="cross")
@@ -241,7 +243,8 @@ def _beside(again: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFra
     """
     lead, again = card.of.lead, from_rows(to_rows(again))
     again, before = (
-        rows.assign(attack_params=rows.attack_params.str.replace(_SOURCE, "", regex=True)) for rows in (again, before)
+        rows.assign(attack_params=rows.attack_params.astype(object).str.replace(_SOURCE, "", regex=True))
+        for rows in (again, before)
     )
     place = [*(["entry"] if "entry" in again else []), *_PLACE, "draw"]
     both = again.merge(before.reindex(columns=again.columns), on=place, how="left", suffixes=("", "_was"))
@@ -284,7 +287,7 @@ def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
     means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0]).sort_index()
     difference = (means.now - means.was).abs().fillna(0.0).mask(means.now.isna() != means.was.isna(), math.inf)
     tolerance = means.index.get_level_values("what").map(allowed).to_series(index=means.index)
-    drawn = means.index.droplevel("what").map(both.groupby(case, dropna=False).draw.nunique())
+    drawn = means.index.droplevel(["control", "what"]).map(both.groupby(case[:-1], dropna=False).draw.nunique())
     by_error = (_STANDARD_ERRORS * means.error).where(drawn == 1).fillna(0.0).clip(tolerance, _TOLERANCES * tolerance)
     return means.assign(difference=difference, tolerance=tolerance, allowed=by_error)
 
@@ -333,7 +336,8 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
             f"{result.path}: {confirmed} of {len(both)} rows that were measured again agree within {tolerance:g}. At "
             f"least {_AGREE:.0%} must."
         )
-    for name in (*_STATED, "beyond_range"):
+    scores = [name for name in as_kept(again, card.of) if name not in KEPT]
+    for name in (*_STATED, "beyond_range", *scores):
         now, was = (both[each] if name in _STATED else both[each].notna() for each in (name, f"{name}_was"))
         if (other := ~((now == was) | (now.isna() & was.isna()))).any():
             said, found = was[other].iloc[0], now[other].iloc[0]

@@ -121,6 +121,10 @@ def test_a_card_that_lies_about_its_class_is_refused(change: Callable[[str], str
         (lambda t: t.replace("[parameters]", 'victim = "vit_b"\n[parameters]'), "Unknown victim of the track"),
         (lambda t: "=", "is no TOML"),
         (lambda t: t.replace("defense", "attack").replace("gradient-pruning", "april+deconvolution"), "has one attack"),
+        (
+            lambda t: t.replace("defense", "attack").replace('uses = "', 'uses = "" #').replace('"pruning"', '"a+b"'),
+            "has one attack",
+        ),
     ],
 )
 def test_a_card_with_a_mistake_is_refused(change: Callable[[str], str], said: str) -> None:

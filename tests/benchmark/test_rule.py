@@ -113,10 +113,10 @@ def test_a_weaker_entry_of_an_attack_lowers_no_score(tmp_path: Path) -> None:
     own = result(tmp_path, "one", records(high, [12.0] * len(IMAGES)))
     (before,) = standings([own])
     weak = records([20.0] * len(IMAGES), [12.0] * len(IMAGES)).assign(attack_params='{"rounds": 99}')
-    (after,) = standings([own, entered(tmp_path, weak)])
-    assert (
-        (after.score, after.rank, after.verdict) == (before.score, before.rank, before.verdict) == (30.0, 1, "broken")
-    )
+    for theirs in (weak, weak.assign(attack_params=None), weak.assign(attack_params="{}"), weak.head(20)):
+        (after,) = standings([own, entered(tmp_path, theirs)])
+        found = after.score, after.rank, after.verdict
+        assert found == (before.score, before.rank, before.verdict) == (30.0, 1, "broken")
     strong = weak.assign(psnr=weak.psnr.mask(weak.psnr == 20.0, 35.0))
     (after,) = standings([own, entered(tmp_path, strong)])
     assert (after.score, after.best_attack) == (35.0, "patch-gradient-adaptive")

@@ -118,6 +118,47 @@ def copies(rows: DataFrame) -> DataFrame:
     return concat([rows.assign(entry="x"), rows.head(100).assign(entry="y")], ignore_index=True)
 
 
+def certified(rows: DataFrame) -> DataFrame:
+    """Return rows with a column that the rule would read, and no run wrote."""
+    return rows.assign(explained=1.0)
+
+
+def failed(rows: DataFrame) -> DataFrame:
+    return rows.assign(status=rows.status.mask(rows.attack == "patch-gradient-adaptive", "failed"))
+
+
+def failed_without_scores(rows: DataFrame) -> DataFrame:
+    scores = ["psnr", "ssim", *(name for name in rows if name.startswith(("psnr_", "correlation", "gms_")))]
+    rows = failed(rows)
+    rows[scores] = rows[scores].mask(rows.status == "failed")
+    return rows
+
+
+def nothing_released(rows: DataFrame) -> DataFrame:
+    return rows.assign(reason="what is released is zero or not finite")
+
+
+def random_weights(rows: DataFrame) -> DataFrame:
+    return rows.assign(weights="random")
+
+
+def below_every_image(rows: DataFrame) -> DataFrame:
+    """Return rows of which one sets the mean: of ten draws, one would decide a score."""
+    rows.loc[5, "psnr"] = -400.0
+    return rows
+
+
+def without_some_scores(rows: DataFrame) -> DataFrame:
+    there = (rows.attack == "april") & rows.image_sha256.isin([*photographs("bundled")][:3])
+    rows["ssim"] = rows.ssim.mask(there)
+    return rows
+
+
+def leakiest_photographs(rows: DataFrame) -> DataFrame:
+    leakiest = rows.groupby("image_sha256").psnr.max().nlargest(32).index
+    return rows.loc[rows.image_sha256.isin({*leakiest, *photographs("bundled")})].reset_index(drop=True)
+
+
 def with_options(rows: DataFrame) -> DataFrame:
     rows["attack_params"] = rows.attack_params.mask(rows.attack == "april", '{"rounds": 999}')
     return rows
@@ -170,7 +211,15 @@ def with_effort(rows: DataFrame) -> DataFrame:
         (another_control, "others"),
         (controls_of_other_draws, "others"),
         (another_geometry, "others"),
-        (copies, "column entry"),
+        (copies, "rows with entry"),
+        (certified, "rows with explained"),
+        (failed, "failed rows"),
+        (failed_without_scores, "agree|status is"),
+        (nothing_released, "a reason"),
+        (random_weights, "random weights"),
+        (below_every_image, "a psnr beyond"),
+        (without_some_scores, "ssim is"),
+        (leakiest_photographs, "It lacks"),
         (with_options, "attack_params is"),
         (no_structure, "of the leakiest attack"),
         (elsewhere, "external is"),
