@@ -80,10 +80,14 @@ def case_label(case: TrackCase, setting: str) -> str:
     return case.name if setting == "c" else f"{case.name}, undefended"
 
 
+def score_columns(of: Track) -> tuple[str, ...]:
+    """Return the columns of scores: the track's metrics, and those of mirrored images."""
+    return (*of.metrics, *(MIRRORED[name] for name in of.metrics if name in MIRRORED))
+
+
 def as_kept(rows: pd.DataFrame, of: Track) -> pd.DataFrame:
-    """Return rows with the columns that a result keeps: `KEPT`, the track's metrics, and those of mirrored images."""
-    mirrored = [MIRRORED[name] for name in of.metrics if name in MIRRORED]
-    return rows.reindex(columns=[*KEPT, *of.metrics, *mirrored])
+    """Return rows with the columns that a result keeps: `KEPT`, and those of scores."""
+    return rows.reindex(columns=[*KEPT, *score_columns(of)])
 
 
 def row_of(card: Card, image: str, sha256: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from privlab.base import PrivlabError, first, one_line, parse_json, read_bytes, read_text, warn, write_whole
 from privlab.benchmark.cards import Card, parse_card, read_card
 from privlab.benchmark.form import Contents, Infinite, Judged, Picture, check_form
-from privlab.benchmark.measure import KEPT, as_kept
+from privlab.benchmark.measure import KEPT, score_columns
 from privlab.benchmark.standing import PACKAGE, result_texts
 from privlab.benchmark.tracks import PARTS, TRACKS, VERSION, photographs, track
 from privlab.evaluation import COLUMNS, IDENTITY
@@ -72,21 +72,11 @@ class Result:
         rows, entry = from_rows(self.data["rows"]), ["entry"] if self.card.kind == "attack" else []
         if missing := [name for name in (*_COLUMNS, self.card.of.lead, *entry) if name not in rows]:
             raise PrivlabError(f"'{self.path}' has rows without {first(missing)}. Submit the entry again.")
-        scores = [name for name in as_kept(rows, self.card.of) if name not in KEPT]
-        if other := [name for name in rows if name not in (*KEPT, *scores, *entry)]:
+        if other := [name for name in rows if name not in (*KEPT, *score_columns(self.card.of), *entry)]:
             raise PrivlabError(f"'{self.path}' has rows with {first(other)}, which no rows of its kind have.")
-        for name in (each for each in scores if each in rows):
-            low, high = (0.0, math.inf) if name.removesuffix("_mirrored") in DECIBELS else (-1.0, 1.0)
-            found = rows[name].astype("float64")
-            if not (found.isna() | found.between(low, high)).all():
-                raise PrivlabError(f"'{self.path}' has a {name} beyond [{low:g}, {high:g}]. Submit the entry again.")
         if empty := [name for name in (*_STATED, *entry) if rows[name].isna().any()]:
             raise PrivlabError(f"'{self.path}' has rows that do not state {first(empty)}. Submit the entry again.")
-        ok, scored = rows.status == "ok", rows[[name for name in scores if name in rows]].notna().any(axis="columns")
-        if (ok & rows.reason.notna()).any() or (~ok & scored).any() or (rows.weights == "random").any():
-            raise PrivlabError(
-                f"'{self.path}' has failed rows with a score, others with a reason, or random weights. Submit it again."
-            )
+        _check_scores(rows[rows.columns.intersection(score_columns(self.card.of))], rows, self.path)
         known = {sha256 for part in PARTS for sha256 in photographs(part)}
         if self.card.of.photographs and (others := {*rows.image_sha256} - known):
             raise PrivlabError(
@@ -121,6 +111,22 @@ class Result:
         """Return the public key of the signature, which was checked, in hex; None where there is none."""
         signature = self.data["signature"]
         return bytes.fromhex(signature["public_key"]).hex() if "ed25519" in signature else None  # one way to write it
+
+
+def _check_scores(scores: pd.DataFrame, rows: pd.DataFrame, path: Path) -> None:
+    """Raise PrivlabError if a score is beyond its metric's range, or a row failed and has one, or says why it did not.
+
+    Weights must not be random: a flag would take the rank of a defense whose track has trained ones.
+    """
+    for name, found in scores.astype("float64").items():
+        low, high = (0.0, math.inf) if str(name).removesuffix("_mirrored") in DECIBELS else (-1.0, 1.0)
+        if not (found.isna() | found.between(low, high)).all():
+            raise PrivlabError(f"'{path}' has a {name} beyond [{low:g}, {high:g}]. Submit the entry again.")
+    ok, scored = rows.status == "ok", scores.notna().any(axis="columns")
+    if (ok & rows.reason.notna()).any() or (~ok & scored).any() or (rows.weights == "random").any():
+        raise PrivlabError(
+            f"'{path}' has failed rows with a score, others with a reason, or random weights. Submit it again."
+        )
 
 
 def to_rows(records: pd.DataFrame) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from privlab.base import PrivlabError, collect_warnings
 from privlab.benchmark.cards import CHECKED, Card, instances
-from privlab.benchmark.measure import KEPT, Measurement, Photographs, as_kept, case_label
+from privlab.benchmark.measure import Measurement, Photographs, case_label, score_columns
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, defense_entries, from_rows, read_result, to_rows
 from privlab.benchmark.rule import check_concluded, conclude, concluding
@@ -51,7 +51,6 @@ _STATED = (
 )
 """What a row says of a measurement, from which the rule concludes too."""
 
-
 _SOURCE = re.compile(r'(, )?"source_sha256": "[0-9a-f]*"')
 """What options say of the source of a class that does not come with privlab, or did not when it was measured."""
 
@@ -61,10 +60,10 @@ class Verified:
     """What was measured again of a result.
 
     `rows` is the number of its rows, `measured` how many of these were measured again, `confirmed` how many of those
-    agree within `tolerance`, one by one, and `share` the share of all rows that is confirmed. `apart` is the largest
-    difference of a mean worst case, over the cases, and `allowed` how far that one may be off. `draws` names the draws
-    of each case, which follow from `seed`; `photographs` are the parts. `signer` is the key whose signature was
-    checked; None where there is none. `plugin` says whether code of the file was run.
+    agree within `tolerance`, one by one, and `share` the share of all rows that is confirmed. `difference` is the
+    largest of a mean worst case, over the cases, and `allowed` how large that one may be. `draws` names the draws of
+    each case, which follow from `seed`; `photographs` are the parts. `signer` is the key whose signature was checked;
+    None where there is none. `plugin` says whether code of the file was run.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Verified:
     measured: int
     confirmed: int
     share: float
-    apart: float
+    difference: float
     allowed: float
     tolerance: float
     photographs: tuple[str, ...]
@@ -279,7 +278,7 @@ def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
     levels = [*range(len(case))]
     worst = both[["now", "was"]].groupby([*case, both.draw, both.image_sha256], dropna=False).max()
     found, allowed = {"worst case": _mean(worst, level=levels)}, {"worst case": card.of.tolerance_db}
-    for name in as_kept(both, card.of).columns.difference(KEPT, sort=False):
+    for name in score_columns(card.of):
         scores = pd.DataFrame({"now": _leaks(both, name), "was": _leaks(both, f"{name}_was")})
         attacks = _mean(scores, by=[*case, both.attack, both.geometry]).sort_values("now", na_position="first")
         found[name] = attacks.groupby(level=levels).agg({"now": "max", "was": "max", "error": "last"})
@@ -336,8 +335,7 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
             f"{result.path}: {confirmed} of {len(both)} rows that were measured again agree within {tolerance:g}. At "
             f"least {_AGREE:.0%} must."
         )
-    scores = [name for name in as_kept(again, card.of) if name not in KEPT]
-    for name in (*_STATED, "beyond_range", *scores):
+    for name in (*_STATED, "beyond_range", *score_columns(card.of)):
         now, was = (both[each] if name in _STATED else both[each].notna() for each in (name, f"{name}_was"))
         if (other := ~((now == was) | (now.isna() & was.isna()))).any():
             said, found = was[other].iloc[0], now[other].iloc[0]
@@ -364,7 +362,7 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
         measured=len(both),
         confirmed=confirmed,
         share=round(confirmed / len(before), 4),
-        apart=round(float(worst.difference), 4),
+        difference=round(float(worst.difference), 4),
         allowed=round(float(worst.allowed), 4),
         tolerance=tolerance,
         photographs=parts if card.of.photographs else (),

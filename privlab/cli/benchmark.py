@@ -191,7 +191,7 @@ def verify(result: Path, images: str | None, seed: int | None, public: str | Non
     text = (
         f"{found.name} ({found.track}): {found.confirmed} of {found.rows} rows are confirmed ({found.share:.0%}); "
         f"{found.measured} were measured again, in {sum(map(len, found.draws.values()))} draws of {len(found.draws)} "
-        f"cases, by seed {found.seed}. Worst cases differ by {found.apart:g} at most, of {found.allowed:g} allowed."
+        f"cases (seed {found.seed}). Worst cases differ by at most {found.difference:g}; {found.allowed:g} is allowed."
     )
     _say_confinement(found.plugin)
     signed = f" The signature of {found.signer[:16]}… is right." if found.signer else ""

@@ -181,4 +181,4 @@ def test_the_package_s_result_is_measured_again(
     given = ("--weights", shared("weights/vit_tiny_patch16_224.safetensors")) if of.victim_name == "vit_ti" else ()
     result = PACKAGE / f"results/local-training-{name}.json"
     found = cli("benchmark", "verify", result, "--seed", 5, "--json", *given).json
-    assert found["apart"] <= found["tolerance"]
+    assert found["difference"] <= found["tolerance"]

@@ -48,7 +48,7 @@ def test_the_template_of_a_defense_enters_and_is_verified(mine: Path, cli: Calla
     again = cli("benchmark", "verify", mine / "my.json", "--json").json
     assert again["measured"] >= 14 * 8
     assert again["confirmed"] == again["measured"]
-    assert again["apart"] <= again["tolerance"]
+    assert again["difference"] <= again["tolerance"]
     (row,) = [
         row
         for row in cli("benchmark", "list", "--track", "gradients", "--entries", mine, "--json").json
