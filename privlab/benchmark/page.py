@@ -146,11 +146,7 @@ def _group(of: Track, rows: Sequence[Standing]) -> dict[str, Any]:
 def _points(rows: Sequence[Standing], low: float, high: float, height: int) -> list[dict[str, Any]]:
     """Return the points of the trade-off: place, name, the side of the plot with the name, and the height of the name.
 
-    Args:
-        rows: those of a track; a row without a score or utility has no point.
-        low: the lowest score.
-        high: the highest score.
-        height: that of the plot, with room for a name per row.
+    A row without a score or utility has no point. The plot's `height` has room for a name per row.
     """
     points: list[dict[str, Any]] = []
     for row in rows:
@@ -167,12 +163,7 @@ def _points(rows: Sequence[Standing], low: float, high: float, height: int) -> l
 
 
 def _spread(wanted: Sequence[float], lowest: float) -> list[float]:
-    """Return a height for each name, at least a line below that of the name before it, so that none covers another.
-
-    Args:
-        wanted: the heights of the points, ascending.
-        lowest: the greatest height; the names below one another must fit above it.
-    """
+    """Return a height for each name, at least a line below that of the name before it, and none below `lowest`."""
     heights: list[float] = []
     for i, height in enumerate(wanted):
         after = heights[-1] + _LINE if heights else _TOP
@@ -187,7 +178,7 @@ def _commands(row: Standing) -> list[str]:
     for result in _results(row):
         names = (f"cards/{result.path.stem}.toml", f"results/{result.path.stem}.json")
         card, file = (shlex.quote(printable(f"experiments/benchmark/{name}").replace("\n", " ")) for name in names)
-        parts, weights = result.data["photographs"], _weights(result)
+        parts, weights = result.parts, _weights(result)
         images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
         public = " --public OWN" if result.data.get("public_sha256") else ""
         lines.append(f"privlab benchmark submit {card}{images}{public}{weights}")

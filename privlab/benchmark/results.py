@@ -85,6 +85,11 @@ class Result:
         return rows
 
     @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """Return the parts of which it has photographs; its field `photographs` may leave out some."""
+        return tuple(part for part in PARTS if self.rows.image_sha256.isin(photographs(part)).any())
+
+    @cached_property
     def judged(self) -> Mapping[str, Judged]:
         """Return what the file concludes, by the entries of the defenses: its own, or those that its attack ran on."""
         return check_form(self._by_entry("judged"), dict[str, Judged], self.path)

@@ -28,7 +28,7 @@ from privlab.evaluation import CONTROL
 from privlab.metrics import DECIBELS, EXACT_DB
 from privlab.report.tables import Facts, red_flags, sign_of
 from privlab.report.tables.case_verdicts import WORDS, verdicts_of
-from privlab.report.tables.knowledge import declared_defenses, knows
+from privlab.report.tables.knowledge import declared_defenses, knows, undefended_attack
 from privlab.report.tables.per_image import SINGLE, WORST, Scored
 from privlab.report.tables.rows import measure
 
@@ -138,6 +138,14 @@ def best_single(records: pd.DataFrame, of: Track, case: str) -> tuple[str, Worst
     scored = Scored(numbered, of.metrics)
     attacks = {names[number]: attack for number, (attack, _) in scored.single.items()}
     return attacks.get(case, ""), _means(scored, names, of, SINGLE).get(case, NOTHING)
+
+
+def knowing(records: pd.DataFrame, of: Track) -> frozenset[str]:
+    """Return the attacks that know every part of the defense in some case, and the ones they are without a defense."""
+    numbered, names = _numbered(records, of, hidden=False)
+    facts = Facts(numbered, names, of.metrics)
+    known = {attack for case in facts.defended for attack in facts.attacks(case) if facts.knows(attack, case)}
+    return frozenset(known.union(map(undefended_attack, known)))
 
 
 def _numbered(records: pd.DataFrame, of: Track, *, hidden: bool) -> tuple[pd.DataFrame, list[str]]:
@@ -335,11 +343,8 @@ def _as_its_rows_say(result: Result) -> Result:
         return result.concluding(found)
     names = dict.fromkeys(result.rows.get("entry", [card.name]))
     found = {str(name): judge(result.rows_on(str(name)), card.of) for name in names}
-    if card.kind == "defense":
-        check_concluded(result, found[card.name], OF_ROWS)
-        return result
-    check_concluded(result, found, OF_ROWS)
-    return result.concluding({name: result.data["judged"][name] for name in found})  # of others it has no rows
+    check_concluded(result, found if card.kind == "attack" else found[card.name], OF_ROWS)
+    return result.concluding({name: result.judged[name] for name in found}) if card.kind == "attack" else result
 
 
 def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
@@ -408,7 +413,7 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
         photographs=whole["images"],
         draws=int(result.data.get("draws", 1)),
         signer=result.signer,
-        photograph_parts=tuple(result.data["photographs"]),
+        photograph_parts=result.parts,
         identity=identity,
         listed_half=listed["mean"],
         hidden_half=hidden["mean"],

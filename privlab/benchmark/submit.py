@@ -80,7 +80,7 @@ def submit(
         checks = checks_of(card, how.weights)
         say("measurement")
         if card.track == "weights":
-            measured = _concluded(card, measure_keys(card)) | {"utility": 1.0, "draws": card.of.draws}
+            measured = _concluded(card, measure_keys(card)) | {"utility": worth_of(card, how), "draws": card.draws}
         elif card.track == CHECKED:
             records, worth, refused = measure_checks(card, how)
             measured = _concluded(card, records) | {"utility": worth, "draws": card.draws, "refused": refused}
@@ -178,9 +178,9 @@ def _at_random(card: Card, model: VictimModel, chance: random.Random | None) -> 
 
 def worth_of(card: Card, how: Photographs) -> float:
     """Return what the releases of a defense are still worth, in the case of its track where that is least."""
-    parts = instances(card)
-    if card.clients > 1:  # the mean is what federated averaging makes of the undefended updates
+    if card.track == "weights" or card.clients > 1:  # their owner has the key; federated averaging takes the mean
         return 1.0
+    parts = instances(card)
     undefended = [Measurement(card, how).specification(case, "a", card.of.attacks[:1]) for case in card.of.cases]
     return min(fidelity(spec, parts) for spec in undefended)
 

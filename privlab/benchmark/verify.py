@@ -1,5 +1,6 @@
 """Verification: a result's signature and versions, what its rows give, and draws of them that are measured again."""
 
+import json
 import math
 import random
 import re
@@ -7,20 +8,21 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from privlab.base import PrivlabError, collect_warnings
+from privlab.base import PrivlabError, collect_warnings, parse_object
 from privlab.benchmark.cards import CHECKED, Card, instances
 from privlab.benchmark.measure import Measurement, Photographs, case_label, score_columns
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, defense_entries, from_rows, read_result, to_rows
-from privlab.benchmark.rule import check_concluded, conclude, concluding
+from privlab.benchmark.rule import check_concluded, conclude, concluding, knowing
 from privlab.benchmark.server import measure_checks
 from privlab.benchmark.submit import checks_of, worth_of
-from privlab.benchmark.tracks import BUNDLED, PARTS, photographs
+from privlab.benchmark.tracks import BUNDLED, photographs
 from privlab.benchmark.weights import measure_keys
 from privlab.evaluation import CONTROL
 from privlab.metrics import DECIBELS, MIRRORED
@@ -35,8 +37,8 @@ _APART = 0.02
 _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
 
-_WORST_CASE_SHARE = 0.05
-"""How far a mean worst case over all draws may be off, as a share of what it has above the controls (`_relaxed`)."""
+_ABOVE_SHARE = 0.05
+"""How far a mean over all draws that is not the score may be off, as a share of what it has above the controls."""
 
 _STANDARD_ERRORS, _TOLERANCES = 2.0, 2.0
 """By how many standard errors of the difference a mean may be off, and how many tolerances that is at most."""
@@ -46,8 +48,8 @@ _PLACE = ["case", "attack", "geometry", "image_sha256"]
 
 _STATED = (
     *("victim", "victim_params", "weights_sha256", "block", "release", "cut_layer", "defense", "defense_params"),
-    *("setting", "attack_params", "effort", "image", "label_origin", "seed", "dtype", "batch_images", "external"),
-    "status",
+    *("setting", "attack_params", "effort", "image", "label_origin", "seed", "dtype", "batch", "batch_images"),
+    *("conditions", "external", "status"),
 )
 """What a row says of a measurement, from which the rule concludes too."""
 
@@ -62,8 +64,8 @@ class Verified:
     `rows` is the number of its rows, `measured` how many of these were measured again, `confirmed` how many of those
     agree within `tolerance`, one by one, and `share` the share of all rows that is confirmed. `difference` is the
     largest of a mean worst case, over the cases, and `allowed` how large that one may be. `draws` names the draws of
-    each case, which follow from `seed`; `photographs` are the parts. `signer` is the key whose signature was checked;
-    None where there is none. `plugin` says whether code of the file was run.
+    each case, which follow from `seed`; `photographs` are the parts. `signer` is the key whose signature was checked,
+    or None. `plugin` says whether code of the file was run.
     """
 
     name: str
@@ -94,21 +96,19 @@ def verify(
     Args:
         path: the result file.
         seed: chooses the draw of each case and seeds admission; None, as it should be, for a random one.
-        folder: the photographs that are not bundled: all parts that the result has are then measured; None for the
-            bundled ones alone.
+        folder: the photographs that are not bundled, so that all parts of the result are measured; None for no others.
         weights: the file of a victim that is not in the package.
         public: the folder of the adversary's own photographs, where the result was submitted with one.
 
     Raises:
-        PrivlabError: if the file was edited or does not fit this package, if its rows do not give what it concludes, if
-            the adversary had other photographs, if rows are missing, or if scores are others.
+        PrivlabError: if the file was edited, does not fit this package, or says something else than is found now.
     """
     seed = secrets.randbits(32) if seed is None else seed
     result = read_result(path)
     card, source = result.card, result.data["plugin"]
     if source is not None:
         check_source(source, f"{path}, its plug-in")
-    parts = (BUNDLED,) if folder is None else _parts(result)
+    parts = (BUNDLED,) if folder is None else result.parts
     how = Photographs(parts, folder, weights, public)
     chance = random.Random(seed)
     with installed(card, source), collect_warnings([]):
@@ -121,23 +121,21 @@ def verify(
             again = measure_keys(card)
             _check_draws(result, result.rows, again)
         elif card.track == CHECKED:
-            again, worth, _ = measure_checks(card, how)
+            again, worth, refused = measure_checks(card, how)
             _check_same(result, "utility", worth)
+            if parts == result.parts:  # each is sent to one client, and fewer photographs have fewer clients
+                _check_same(result, "refused", refused)
             _check_draws(result, result.rows, again)
         elif card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
             raise PrivlabError(f"{path}: {what} cannot be measured again. The hash and the versions are right.")
         else:
-            _check_public(result, how)
+            own = "The adversary's own photographs are others: give their folder by --public."
+            _check_same(result, "public_sha256", how.public_sha256(), own)
             again = pd.concat(_measured_again(result, card, how, chance), ignore_index=True)
         if admission_last:
             _check_stated(result, card, how, chance)
-    return _compared(result, again, card, parts, seed)
-
-
-def _parts(result: Result) -> tuple[str, ...]:
-    """Return the parts of which a result has photographs; what it says of them may leave out some."""
-    return tuple(part for part in PARTS if result.rows.image_sha256.isin(photographs(part)).any())
+        return _compared(result, again, card, parts, seed)
 
 
 def _check_stated(result: Result, card: Card, how: Photographs, chance: random.Random) -> None:
@@ -147,27 +145,20 @@ def _check_stated(result: Result, card: Card, how: Photographs, chance: random.R
     if said != failed:
         stated, found = (", ".join(sorted(each)) or "none" for each in (said, failed))
         raise PrivlabError(f"{result.path}: the checks of admission that fail are {found}, but the file says {stated}.")
-    if card.kind == "attack" or card.track in ("weights", CHECKED) or card.releases:
-        return
-    for name, now in (("draws", card.draws), ("utility", worth_of(card, replace(how, public=None)))):
-        _check_same(result, name, now)
+    if card.kind == "defense" and not card.releases:
+        _check_same(result, "draws", card.draws)
+        if card.track != CHECKED:  # where this is measured with the rows
+            _check_same(result, "utility", worth_of(card, replace(how, public=None)))
 
 
-def _check_same(result: Result, name: str, now: int | float) -> None:
-    """Raise PrivlabError if a number of a result is another one now."""
-    said = result.data.get(name)
-    if said is None or not math.isclose(said, now, abs_tol=_APART):
-        raise PrivlabError(f"{result.path}: {name} is {now:g} now, and the file says {said}.")
-
-
-def _check_public(result: Result, how: Photographs) -> None:
-    """Raise PrivlabError if the adversary's own photographs are not those that the result was measured with."""
-    digests = (result.data.get("public_sha256"), how.public_sha256())
-    had, given = ("the bundled ones" if sha is None else f"those of SHA-256 {sha[:12]}…" for sha in digests)
-    if len({*digests}) > 1:
-        raise PrivlabError(
-            f"{result.path}: the adversary's own photographs were {had}. Found {given}: give their folder by --public."
-        )
+def _check_same(result: Result, name: str, now: float | str | list[str] | None, hint: str = "") -> None:
+    """Raise PrivlabError if something that a result says is another thing now; what a release is worth may be close."""
+    said, of = result.data.get(name), result.card.of
+    same = said == now
+    if isinstance(said, int | float) and isinstance(now, float):
+        same = math.isclose(said, now, abs_tol=_APART) and (said < of.least_kept) == (now < of.least_kept)
+    if not same:
+        raise PrivlabError(f"{result.path}: {name} is {now} now, and the file says {said}. {hint}".rstrip())
 
 
 def _measured_again(result: Result, card: Card, how: Photographs, chance: random.Random) -> Iterator[pd.DataFrame]:
@@ -187,9 +178,6 @@ def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: rando
 
     A search may end elsewhere on a photograph, by rounding alone. Where the mean of a draw is off, the mean over all
     draws decides, of which the result concludes.
-
-    Raises:
-        PrivlabError: if the result has another case, or lacks a draw of what was measured again.
     """
     expected = {case_label(*each) for each in own.cases()}
     if wrong := sorted(expected ^ {*map(str, before.case)}):
@@ -201,7 +189,7 @@ def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: rando
         draws = own.card.draws if setting == "c" else 1
         rows, of_case = own.again(case, setting, [chance.randrange(draws)]), before.loc[before.case == label]
         _check_draws(result, of_case, rows, draws)
-        means = _means(_beside(rows, of_case, own.card), own.card)
+        means = _means(_beside(rows, of_case, own.card), own.card, _singly(result))
         if draws > 1 and (means.difference > means.tolerance).any():
             rows = own.again(case, setting, range(draws))
         yield rows
@@ -211,16 +199,11 @@ def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draw
     """Raise PrivlabError if a case lacks a row of an attack or a control, or has another one.
 
     Every photograph of the file's parts has the attacks, the geometries and the draws that one has which was measured.
-
-    Args:
-        result: the file.
-        before: its rows of the case.
-        again: those that were measured.
-        draws: how many draws an attack must have; None for those of `again`. A control has one.
+    An attack has that number of `draws`, or those of `again`, and a control has one.
     """
     expected = again[[*_PLACE, "draw"]]
     if result.card.of.photographs:
-        images = {*again.image_sha256}.union(*map(photographs, _parts(result)))
+        images = {*again.image_sha256}.union(*map(photographs, result.parts))
         expected = expected.drop(columns="image_sha256").drop_duplicates()
         expected = expected.merge(pd.DataFrame({"image_sha256": sorted(images)}), how="cross")[[*_PLACE, "draw"]]
     if draws is not None:
@@ -228,10 +211,11 @@ def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draw
         drawn = expected[of_draw].drop(columns="draw").merge(pd.DataFrame({"draw": range(draws)}), how="cross")
         expected = pd.concat([expected[~of_draw], drawn])
     needed, found = ({*rows[[*_PLACE, "draw"]].itertuples(index=False, name=None)} for rows in (expected, before))
-    if needed != found:
+    if needed != found or len(before) != len(found):
         raise PrivlabError(
             f"{result.path}: the case '{again.case.iloc[0]}' must have {len(needed)} scores by attack, geometry, "
-            f"photograph and draw. It lacks {len(needed - found)} of them, and has {len(found - needed)} others."
+            f"photograph and draw. It has {len(before)}, lacks {len(needed - found)}, and has {len(found - needed)} "
+            "others."
         )
 
 
@@ -247,9 +231,19 @@ def _beside(again: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFra
     )
     place = [*(["entry"] if "entry" in again else []), *_PLACE, "draw"]
     both = again.merge(before.reindex(columns=again.columns), on=place, how="left", suffixes=("", "_was"))
+    both["conditions"] = [*map(_conditions, both.conditions, both.conditions_was)]
     both["now"], both["was"] = _leaks(both, lead), _leaks(both, f"{lead}_was")
     same_score = (both.now - both.was).abs().le(card.of.tolerance_db) | (both.now.isna() & both.was.isna())
     return both.assign(agrees=same_score & (both.status == both.status_was))
+
+
+@cache
+def _conditions(now: str | None, was: str | None) -> str | None:
+    """Return the conditions of a row, with the settings of a client that the file states: later versions add some."""
+    found, said = (parse_object(text or "{}", "conditions of a row") for text in (now, was))
+    if isinstance(client := found.get("client"), dict) and isinstance(said.get("client"), dict):
+        found["client"] = {name: value for name, value in client.items() if name in said["client"]}
+    return json.dumps(found) if now else None
 
 
 def _leaks(both: pd.DataFrame, name: str) -> pd.Series:
@@ -264,13 +258,13 @@ def _metric(column: str) -> str:
     return next((metric for metric, mirrored in MIRRORED.items() if mirrored == column), column)
 
 
-def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
+def _means(both: pd.DataFrame, card: Card, singly: frozenset[str] = frozenset()) -> pd.DataFrame:
     """Return the mean leakage of each case `now` and in the file (`was`), their `difference`, and what is `allowed`.
 
     A search may end elsewhere on some photographs. So in a single draw, a difference within two standard errors
     (`error`, photograph by photograph) is none, up to twice the `tolerance`. The rows are the mean worst case, by which
     cases are compared, and by each metric the mean of the leakiest attack: by the lead metric this is the score, and
-    the verdict follows from all of them. Controls have rows of their own.
+    the verdict follows from all of them. Controls have separate rows, and so has each attack that `singly` names.
     """
     control = both.attack.str.startswith(CONTROL).rename("control")
     both = both.assign(case=both.case.mask(both.image_sha256.isin(photographs("hidden")), both.case + ", hidden half"))
@@ -280,15 +274,25 @@ def _means(both: pd.DataFrame, card: Card) -> pd.DataFrame:
     found, allowed = {"worst case": _mean(worst, level=levels)}, {"worst case": card.of.tolerance_db}
     for name in score_columns(card.of):
         scores = pd.DataFrame({"now": _leaks(both, name), "was": _leaks(both, f"{name}_was")})
-        attacks = _mean(scores, by=[*case, both.attack, both.geometry]).sort_values("now", na_position="first")
-        found[name] = attacks.groupby(level=levels).agg({"now": "max", "was": "max", "error": "last"})
-        allowed[name] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
+        means = _mean(scores, by=[*case, both.attack, both.geometry]).sort_values("now", na_position="first")
+        attacks = {f"{name} of {attack}": means.xs(attack, level="attack") for attack in singly & {*both.attack}}
+        for what, of in (attacks | {f"{name} of the leakiest attack": means}).items():
+            found[what] = of.groupby(level=levels).agg({"now": "max", "was": "max", "error": "last"})
+            allowed[what] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
     means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0]).sort_index()
     difference = (means.now - means.was).abs().fillna(0.0).mask(means.now.isna() != means.was.isna(), math.inf)
     tolerance = means.index.get_level_values("what").map(allowed).to_series(index=means.index)
     drawn = means.index.droplevel(["control", "what"]).map(both.groupby(case[:-1], dropna=False).draw.nunique())
     by_error = (_STANDARD_ERRORS * means.error).where(drawn == 1).fillna(0.0).clip(tolerance, _TOLERANCES * tolerance)
     return means.assign(difference=difference, tolerance=tolerance, allowed=by_error)
+
+
+def _singly(result: Result) -> frozenset[str]:
+    """Return the attacks from whose own means something follows: those that know a defense, and what each is without.
+
+    A weak attack may be one of them, which the leakiest one would hide. An attack that entered is one itself.
+    """
+    return frozenset(result.rows.attack) if result.card.kind == "attack" else knowing(result.rows, result.card.of)
 
 
 def _mean(scores: pd.DataFrame, **by: Any) -> pd.DataFrame:  # noqa: ANN401
@@ -298,7 +302,7 @@ def _mean(scores: pd.DataFrame, **by: Any) -> pd.DataFrame:  # noqa: ANN401
 
 
 def _relaxed(means: pd.DataFrame, both: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFrame:
-    """Return means of which the worst case over all draws may be off by a share, where nothing depends on it.
+    """Return means of which those over all draws may be off by a share, except that of the leakiest attack.
 
     Where a weaker attack alone finds an image, its search may end elsewhere. By worst cases two cases of a track are
     compared, and both halves of the photographs: there the tolerance stays.
@@ -309,9 +313,11 @@ def _relaxed(means: pd.DataFrame, both: pd.DataFrame, before: pd.DataFrame, card
     drawn = both.loc[(both.case == case) & ~both.attack.str.startswith(CONTROL), "draw"]
     if drawn.nunique() < 2 or before.image_sha256.isin(photographs("hidden")).any():
         return means
-    above = means.now[case, False, "worst case"] - means.now[case, True, "worst case"]
-    worst = case, False, "worst case"
-    means.loc[worst, "allowed"] = max(means.allowed[worst], _WORST_CASE_SHARE * above)
+    above, leakiest = means.now[case, False] - means.now[case, True], " of the leakiest attack"
+    for what in means.loc[case, False].index:
+        if not what.endswith(leakiest):
+            share = _ABOVE_SHARE * above[what if what == "worst case" else what.partition(" of ")[0] + leakiest]
+            means.loc[(case, False, what), "allowed"] = max(means.allowed[case, False, what], share)
     return means
 
 
@@ -319,16 +325,9 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
     """Compare rows with those of the result, one by one and by the mean worst case of each case, which the rule reads.
 
     A single attack on a single photograph may move by more: where it ends at rounding, the size of its batch counts.
-
-    Raises:
-        PrivlabError: if a row is missing, fewer than `_AGREE` agree, or a mean is further off than is allowed.
     """
     tolerance, before = card.of.tolerance_db, result.rows
-    if before.duplicated([*(["entry"] if "entry" in before else []), *_PLACE, "draw"]).any():
-        raise PrivlabError(f"{result.path} has rows of the same attack, photograph and draw twice.")
     both = _beside(again, before, card)
-    if lacking := int(both.status_was.isna().sum()):
-        raise PrivlabError(f"{result.path} lacks {lacking} of {len(both)} rows that its entry has now.")
     confirmed = int(both.agrees.sum())
     if confirmed < _AGREE * len(both):
         raise PrivlabError(
@@ -343,13 +342,12 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
                 f"{result.path}: {name} is {str(found)[:100]!r} in rows that were measured again, and the result says "
                 f"{str(said)[:100]!r}."
             )
-    means = _relaxed(_means(both, card), both, before, card)
+    means = _relaxed(_means(both, card, _singly(result)), both, before, card)
     if (means.difference > means.allowed).any():
         *at, is_control, what = at_most = (means.difference - means.allowed).idxmax()
         now, was, allowed = means.loc[at_most, ["now", "was", "allowed"]]
-        of = what if what == "worst case" else f"{what} of the leakiest attack"
         raise PrivlabError(
-            f"{result.path}: the mean {of} of {', '.join(map(str, at))}{' (controls)' if is_control else ''} is "
+            f"{result.path}: the mean {what} in {', '.join(map(str, at))}{' (controls)' if is_control else ''} is "
             f"{now:.3f} now, and the result says {was:.3f}. They may differ by {allowed:g}."
         )
     worst = means.xs("worst case", level="what").nlargest(1, "difference").iloc[0]

@@ -221,12 +221,9 @@ def _by_attack(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _what_it_says(row: Mapping[str, Any], what: str, *, as_stored: bool) -> str:
-    """Return what a row of an audit proves about the private image.
+    """Return what a row of an audit proves about the private image, of `what` was released, "gradient" or "update".
 
-    Args:
-        row: the row, as `run.json` has it.
-        what: what was released: "gradient" or "update".
-        as_stored: whether no reference says that the client preprocessed its image in another way.
+    `as_stored` says that no reference shows another preprocessing of the client.
     """
     if row["status"] != "ok":
         return "failed"

@@ -169,6 +169,18 @@ def test_the_adaptive_attack_is_weaker() -> None:
     assert found(healthy, metric="lpips_alex") == {}
 
 
+def test_an_attack_on_few_images_is_not_compared_with_one_on_all() -> None:
+    """Images that leak more to every attack would make it the stronger one."""
+    rows = case({"patch-gradient": 21.0, "mjp-subspace": 20.0, "mjp-full": 25.0})
+    few = rows.image.isin(rows.image.unique()[:2])
+    line = "one: mjp-subspace 20.50 dB leaks less than patch-gradient 21.50 dB"
+    on_few = rows.loc[few | (rows.attack != "mjp-full")]
+    assert found(on_few, ["one"])["Adaptive attack weaker"] == [line]
+    others = rows.loc[few | (rows.attack != "patch-gradient")].assign(attack=rows.attack.replace("mjp-full", "april"))
+    assert "Adaptive attack weaker" in found(others, ["one"])
+    assert "Adaptive attack weaker" not in found(others.loc[others.attack != "april"], ["one"])
+
+
 @pytest.mark.parametrize(
     ("few", "many"),
     [
