@@ -144,7 +144,6 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 }
 """The keys that must be stated, by the kind of the card, or in one of its tables."""
 
-
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9+-]{0,63}")
 """What a name may be that becomes a part of a path; "+" joins the names of stacked defenses."""
 
@@ -281,11 +280,7 @@ def _is_number(value: object) -> bool:
 
 
 def write_template(kind: str, folder: Path) -> list[Path]:
-    """Write the template of an entry, its card first, and return the paths.
-
-    Args:
-        kind: one of `TEMPLATES`.
-        folder: where the files are written; it is made if it is not there.
+    """Write the template of an entry, one of `TEMPLATES`, into a folder, its card first, and return the paths.
 
     Raises:
         PrivlabError: for another kind, or if a file is there already.

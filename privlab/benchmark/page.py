@@ -43,11 +43,7 @@ _LEFT, _WIDTH, _TOP, _HEIGHT, _LINE = 225, 310, 30, 150, 14
 
 
 def write_site(results: Iterable[Result], out: Path) -> list[Path]:
-    """Write the page and the feeds into a folder, and return the paths.
-
-    Args:
-        results: those of the entries.
-        out: the folder.
+    """Write the page and the feeds of the entries' results into a folder, and return the paths.
 
     Raises:
         PrivlabError: if a file cannot be written.
@@ -67,11 +63,7 @@ def write_site(results: Iterable[Result], out: Path) -> list[Path]:
 
 
 def site_files(results: Iterable[Result]) -> dict[str, str]:
-    """Return the table as a piece of HTML, the feed, and a record of Every Eval Ever for each entry, by path.
-
-    Args:
-        results: those of the entries.
-    """
+    """Return the table as a piece of HTML, the feed, and a record of Every Eval Ever for each entry, by path."""
     rows = standings(results)
     feed = {"version": VERSION, "entries": [row.as_json() for row in rows]}
     records = {

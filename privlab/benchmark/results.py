@@ -21,7 +21,7 @@ from privlab.benchmark.cards import Card, parse_card, read_card
 from privlab.benchmark.form import Contents, Infinite, Judged, Picture, check_form
 from privlab.benchmark.measure import KEPT, score_columns
 from privlab.benchmark.standing import PACKAGE, result_texts
-from privlab.benchmark.tracks import PARTS, TRACKS, VERSION, photographs, track
+from privlab.benchmark.tracks import PARTS, TRACKS, VERSION, Track, photographs, track
 from privlab.evaluation import COLUMNS, IDENTITY
 from privlab.metrics import DECIBELS
 
@@ -38,11 +38,14 @@ _COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "al
 
 _COLUMNS = (
     *("case", *IDENTITY, "victim", "weights", "effort", "geometry", "image", "image_sha256", "status", "reason"),
-    *("beyond_range", "batch", "batch_images"),
+    *("beyond_range", "batch", "batch_images", "schema"),
 )
 """The columns that the rows of every result have; scores depend on the track."""
 
-_STATED = ("case", "attack", "geometry", "image_sha256", "status", "draw")
+_OLDEST = 8
+"""The oldest version of records whose rows are read: older ones state less, from which the rule concludes otherwise."""
+
+_STATED = ("case", "attack", "geometry", "image_sha256", "status", "draw", "schema")
 """Those of them that no row leaves empty."""
 
 
@@ -76,7 +79,7 @@ class Result:
             raise PrivlabError(f"'{self.path}' has rows with {first(other)}, which no rows of its kind have.")
         if empty := [name for name in (*_STATED, *entry) if rows[name].isna().any()]:
             raise PrivlabError(f"'{self.path}' has rows that do not state {first(empty)}. Submit the entry again.")
-        _check_scores(rows[rows.columns.intersection(score_columns(self.card.of))], rows, self.path)
+        _check_scores(rows[rows.columns.intersection(score_columns(self.card.of))], rows, self.card.of, self.path)
         known = {sha256 for part in PARTS for sha256 in photographs(part)}
         if self.card.of.photographs and (others := {*rows.image_sha256} - known):
             raise PrivlabError(
@@ -118,7 +121,7 @@ class Result:
         return bytes.fromhex(signature["public_key"]).hex() if "ed25519" in signature else None  # one way to write it
 
 
-def _check_scores(scores: pd.DataFrame, rows: pd.DataFrame, path: Path) -> None:
+def _check_scores(scores: pd.DataFrame, rows: pd.DataFrame, of: Track, path: Path) -> None:
     """Raise PrivlabError if a score is beyond its metric's range, or a row failed and has one, or says why it did not.
 
     Weights must not be random: a flag would take the rank of a defense whose track has trained ones.
@@ -128,9 +131,11 @@ def _check_scores(scores: pd.DataFrame, rows: pd.DataFrame, path: Path) -> None:
         if not (found.isna() | found.between(low, high)).all():
             raise PrivlabError(f"'{path}' has a {name} beyond [{low:g}, {high:g}]. Submit the entry again.")
     ok, scored = rows.status == "ok", scores.notna().any(axis="columns")
-    if (ok & rows.reason.notna()).any() or (~ok & scored).any() or (rows.weights == "random").any():
+    wrong = (ok & (rows.reason.notna() | scores[of.lead].isna())) | (~ok & scored) | (rows.weights == "random")
+    if (wrong | (rows.schema < _OLDEST)).any():
         raise PrivlabError(
-            f"'{path}' has failed rows with a score, others with a reason, or random weights. Submit it again."
+            f"'{path}' has failed rows with a score, others with a reason or without a score, random weights, or rows "
+            "of an old version. Submit it again."
         )
 
 
@@ -296,9 +301,6 @@ def entries(folders: Sequence[Path] = ()) -> list[Result]:
     """Return the results of this package and of other folders, checked; what cannot be read is left out with a warning.
 
     A result from elsewhere replaces the package's own of the same entry, with a warning.
-
-    Args:
-        folders: each with *.json, or with results/*.json.
 
     Raises:
         PrivlabError: if a folder does not exist, or an entry has two results from elsewhere.

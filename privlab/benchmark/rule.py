@@ -289,9 +289,7 @@ HIDDEN = "the hidden half leaks more"
 def standings(results: Iterable[Result], *, again: bool = False) -> list[Standing]:
     """Return the rows of all tracks: by track, those with a rank first, and the least leakage first.
 
-    Args:
-        results: those of defenses and of attacks; a defense that a new attack was run on is judged again.
-        again: whether the rows that are kept of this package's entries are concluded again too.
+    A defense that a new attack was run on is judged again; `again` judges the kept rows of this package's entries too.
 
     A result from elsewhere whose rows say something else, or nothing, is left out with a warning; the package's own of
     the same entry, which it was to replace, stays.
@@ -383,10 +381,8 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     if stated := card.utility:
         value = f"{stated['value']:g}" if "value" in stated else "—"
         utility = f"{stated['measure']}: {value} ({stated['how']})"
-    worst_case, identity = worst_of(whole), None
+    worst_case, is_own = worst_of(whole), result.path.is_relative_to(PACKAGE)
     best_attack, score = best_single(records, of, whole["leakiest"])
-    if result.path.is_relative_to(PACKAGE):
-        identity = recognised_of_package().get((card.track, card.name))
     return Standing(
         track=card.track,
         name=card.name,
@@ -414,7 +410,7 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
         draws=int(result.data.get("draws", 1)),
         signer=result.signer,
         photograph_parts=result.parts,
-        identity=identity,
+        identity=recognised_of_package().get((card.track, card.name)) if is_own else None,
         listed_half=listed["mean"],
         hidden_half=hidden["mean"],
         judged=whole,

@@ -111,10 +111,6 @@ def measure_checks(card: Card, how: Photographs) -> tuple[pd.DataFrame, float, l
     0 where the client refuses. The control are the honest weights that the manipulation began with. What honest rounds
     are worth is the mean cosine of the released gradient with the undefended one, 0 where the client refuses.
 
-    Args:
-        card: the entry's, whose class is installed.
-        how: the photographs.
-
     Raises:
         PrivlabError: if a check fails, or returns another number for the same weights.
     """

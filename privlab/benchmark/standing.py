@@ -177,11 +177,7 @@ def recognised_of_package() -> Mapping[tuple[str, str], Recognised]:
 def listed(folders: Sequence[Path] = ()) -> list[Standing]:
     """Return the rows of the table; without folders they are read from the file of this package, if it holds.
 
-    Args:
-        folders: as those of `entries`.
-
-    Raises:
-        PrivlabError: as `entries` and `standings`.
+    Folders and errors are those of `entries` and `standings`.
     """
     if not folders and (kept := concluded_rows()):
         return [*kept]

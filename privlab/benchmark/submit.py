@@ -284,10 +284,6 @@ def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
 def check_claims(card: Card, weights: str) -> None:
     """Compare the ε and the secret bits of a card with what its defense declares; what nothing derives is let pass.
 
-    Args:
-        card: that of a defense, whose class is installed.
-        weights: the file of a victim that is not in the package, or "auto".
-
     Raises:
         PrivlabError: if ε is another one, or finite where nothing is drawn, or there are fewer bits than the card says.
     """

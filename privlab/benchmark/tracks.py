@@ -90,11 +90,7 @@ class Track:
 
 @cache
 def track(name: str) -> Track:
-    """Return a track by its name.
-
-    Raises:
-        PrivlabError: if there is no such track.
-    """
+    """Return a track by its name; raise PrivlabError if there is no such track."""
     check_name("track", name, TRACKS)
     text = _text(f"{name}.toml")
     given = with_tuples(parse_toml(text, f"{name}.toml"))

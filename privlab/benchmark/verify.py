@@ -6,7 +6,7 @@ import random
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,10 +16,11 @@ import pandas as pd
 
 from privlab.base import PrivlabError, collect_warnings, parse_object
 from privlab.benchmark.cards import CHECKED, Card, instances
+from privlab.benchmark.form import Judged
 from privlab.benchmark.measure import Measurement, Photographs, case_label, score_columns
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, defense_entries, from_rows, read_result, to_rows
-from privlab.benchmark.rule import check_concluded, conclude, concluding, knowing
+from privlab.benchmark.rule import UNRELIABLE, check_concluded, conclude, concluding, knowing
 from privlab.benchmark.server import measure_checks
 from privlab.benchmark.submit import checks_of, worth_of
 from privlab.benchmark.tracks import BUNDLED, photographs
@@ -38,10 +39,12 @@ _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
 
 _ABOVE_SHARE = 0.05
-"""How far a mean over all draws that is not the score may be off, as a share of what it has above the controls."""
+"""How far a mean over all draws that is not the score may be off, as a share of what leaks; undefended, twice that."""
 
 _STANDARD_ERRORS, _TOLERANCES = 2.0, 2.0
 """By how many standard errors of the difference a mean may be off, and how many tolerances that is at most."""
+
+_LEAKIEST = " of the leakiest attack"
 
 _PLACE = ["case", "attack", "geometry", "image_sha256"]
 """What a row measures, besides the draw."""
@@ -52,6 +55,9 @@ _STATED = (
     *("conditions", "external", "status"),
 )
 """What a row says of a measurement, from which the rule concludes too."""
+
+_ADDED = frozenset({"prompts", "fusion"})
+"""The settings of a client that a result may lack, as it was measured before they were added."""
 
 _SOURCE = re.compile(r'(, )?"source_sha256": "[0-9a-f]*"')
 """What options say of the source of a class that does not come with privlab, or did not when it was measured."""
@@ -122,9 +128,9 @@ def verify(
             _check_draws(result, result.rows, again)
         elif card.track == CHECKED:
             again, worth, refused = measure_checks(card, how)
-            _check_same(result, "utility", worth)
-            if parts == result.parts:  # each is sent to one client, and fewer photographs have fewer clients
-                _check_same(result, "refused", refused)
+            whole = parts == result.parts  # each is sent to one client, and fewer photographs have fewer clients
+            _check_same(result, "utility", worth, least=card.of.least_kept if whole else -1.0)
+            _check_same(result, "refused", refused if whole else result.data.get("refused"))
             _check_draws(result, result.rows, again)
         elif card.reconstructions or card.releases:
             what = "reconstructions" if card.reconstructions else "recorded releases"
@@ -151,12 +157,15 @@ def _check_stated(result: Result, card: Card, how: Photographs, chance: random.R
             _check_same(result, "utility", worth_of(card, replace(how, public=None)))
 
 
-def _check_same(result: Result, name: str, now: float | str | list[str] | None, hint: str = "") -> None:
-    """Raise PrivlabError if something that a result says is another thing now; what a release is worth may be close."""
-    said, of = result.data.get(name), result.card.of
+def _check_same(result: Result, name: str, now: Any, hint: str = "", *, least: float = -1.0) -> None:  # noqa: ANN401
+    """Raise PrivlabError if something that a result says is another thing now.
+
+    What a release is worth may be close, and must be on the same side of the `least` for a rank.
+    """
+    said = result.data.get(name)
     same = said == now
     if isinstance(said, int | float) and isinstance(now, float):
-        same = math.isclose(said, now, abs_tol=_APART) and (said < of.least_kept) == (now < of.least_kept)
+        same = math.isclose(said, now, abs_tol=_APART) and (said < least) == (now < least)
     if not same:
         raise PrivlabError(f"{result.path}: {name} is {now} now, and the file says {said}. {hint}".rstrip())
 
@@ -239,10 +248,10 @@ def _beside(again: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFra
 
 @cache
 def _conditions(now: str | None, was: str | None) -> str | None:
-    """Return the conditions of a row, with the settings of a client that the file states: later versions add some."""
+    """Return the conditions of a row, without those that later versions added, where the file does not state them."""
     found, said = (parse_object(text or "{}", "conditions of a row") for text in (now, was))
     if isinstance(client := found.get("client"), dict) and isinstance(said.get("client"), dict):
-        found["client"] = {name: value for name, value in client.items() if name in said["client"]}
+        found["client"] = {name: client[name] for name in client if name in said["client"] or name not in _ADDED}
     return json.dumps(found) if now else None
 
 
@@ -276,7 +285,7 @@ def _means(both: pd.DataFrame, card: Card, singly: frozenset[str] = frozenset())
         scores = pd.DataFrame({"now": _leaks(both, name), "was": _leaks(both, f"{name}_was")})
         means = _mean(scores, by=[*case, both.attack, both.geometry]).sort_values("now", na_position="first")
         attacks = {f"{name} of {attack}": means.xs(attack, level="attack") for attack in singly & {*both.attack}}
-        for what, of in (attacks | {f"{name} of the leakiest attack": means}).items():
+        for what, of in (attacks | {name + _LEAKIEST: means}).items():
             found[what] = of.groupby(level=levels).agg({"now": "max", "was": "max", "error": "last"})
             allowed[what] = card.of.tolerance_db if _metric(name) in (card.of.lead, *DECIBELS) else 100 * _APART
     means = pd.concat(found, names=["what"]).reorder_levels([*(level + 1 for level in levels), 0]).sort_index()
@@ -288,11 +297,9 @@ def _means(both: pd.DataFrame, card: Card, singly: frozenset[str] = frozenset())
 
 
 def _singly(result: Result) -> frozenset[str]:
-    """Return the attacks from whose own means something follows: those that know a defense, and what each is without.
-
-    A weak attack may be one of them, which the leakiest one would hide. An attack that entered is one itself.
-    """
-    return frozenset(result.rows.attack) if result.card.kind == "attack" else knowing(result.rows, result.card.of)
+    """Return the attacks from whose means something follows: those that know a defense, and what each is without."""
+    single = result.card.kind == "attack" or result.card.track == CHECKED
+    return frozenset(result.rows.attack) if single else knowing(result.rows, result.card.of)
 
 
 def _mean(scores: pd.DataFrame, **by: Any) -> pd.DataFrame:  # noqa: ANN401
@@ -301,24 +308,45 @@ def _mean(scores: pd.DataFrame, **by: Any) -> pd.DataFrame:  # noqa: ANN401
     return groups.agg({"now": "mean", "was": "mean", "error": "sem"})
 
 
-def _relaxed(means: pd.DataFrame, both: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFrame:
-    """Return means of which those over all draws may be off by a share, except that of the leakiest attack.
+def _relaxed(means: pd.DataFrame) -> pd.DataFrame:
+    """Return means of which some may be off by a share of what the leakiest attack has above the leakiest control.
 
-    Where a weaker attack alone finds an image, its search may end elsewhere. By worst cases two cases of a track are
-    compared, and both halves of the photographs: there the tolerance stays.
+    Where a weaker attack alone finds an image, its search may end elsewhere: that concerns the worst case, and attacks
+    that do not leak most, also undefended. Both halves of the photographs are compared by worst cases: there the
+    tolerance stays.
     """
-    if card.kind != "defense" or card.of.lead not in DECIBELS or len(card.of.cases) != 1:
-        return means
-    case = case_label(card.of.cases[0], "c")
-    drawn = both.loc[(both.case == case) & ~both.attack.str.startswith(CONTROL), "draw"]
-    if drawn.nunique() < 2 or before.image_sha256.isin(photographs("hidden")).any():
-        return means
-    above, leakiest = means.now[case, False] - means.now[case, True], " of the leakiest attack"
-    for what in means.loc[case, False].index:
-        if not what.endswith(leakiest):
-            share = _ABOVE_SHARE * above[what if what == "worst case" else what.partition(" of ")[0] + leakiest]
-            means.loc[(case, False, what), "allowed"] = max(means.allowed[case, False, what], share)
+    halves = means.index.get_level_values("case").str.endswith("hidden half").any()
+    for at in means.index if not halves else ():
+        *where, control, what = at
+        leader = what if what == "worst case" else what.partition(" of ")[0] + _LEAKIEST
+        if not control and not what.endswith(_LEAKIEST):
+            share = _ABOVE_SHARE * (1 + where[-1].endswith(", undefended"))
+            above = means.now[(*where, False, leader)] - means.now[(*where, True, leader)]
+            means.loc[at, "allowed"] = max(means.allowed[at], share * above)
     return means
+
+
+def _check_alike(result: Result, again: pd.DataFrame) -> None:
+    """Raise PrivlabError if rows that are measured now let the rule conclude otherwise, or rows of an attack differ."""
+    before, by = result.rows, [name for name in ("entry", "case", "attack") if name in again]
+    alike = [name for name in _STATED if name not in ("image", "batch", "batch_images", "label_origin", "status")]
+    rows = before[[*by, *alike]].assign(beyond_range=before.beyond_range.notna())
+    if several := [name for name, most in rows.groupby(by).nunique(dropna=False).max().items() if most > 1]:
+        raise PrivlabError(f"{result.path}: rows of one attack in one case state several values of {several[0]}.")
+    now = from_rows(to_rows(again))
+    was = before.merge(now[[*_PLACE, "draw", *by[:-2]]])
+    found, said = (_decisive(result.concluding(conclude(result.card, rows)).judged) for rows in (now, was))
+    for name in (name for name in said if said[name] != found[name]):
+        raise PrivlabError(f"{result.path}: {name} is {found[name]} by rows measured now, {said[name]} by the file's.")
+
+
+def _decisive(judged: Mapping[str, Judged]) -> dict[str, Any]:
+    """Return what ranks depend on: of each entry the leakiest case, who knows it, the verdict, and grave flags."""
+    found: dict[str, Any] = {}
+    for entry, each in judged.items():
+        found |= {f"{name} of {entry}": each[name] for name in ("leakiest", "known_by", "verdict")}
+        found[f"flags of {entry}"] = sorted(UNRELIABLE.intersection(flag.partition(":")[0] for flag in each["flags"]))
+    return found
 
 
 def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str, ...], seed: int) -> Verified:
@@ -342,13 +370,17 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
                 f"{result.path}: {name} is {str(found)[:100]!r} in rows that were measured again, and the result says "
                 f"{str(said)[:100]!r}."
             )
-    means = _relaxed(_means(both, card, _singly(result)), both, before, card)
-    if (means.difference > means.allowed).any():
-        *at, is_control, what = at_most = (means.difference - means.allowed).idxmax()
+    _check_alike(result, again)
+    means = _relaxed(_means(both, card, _singly(result)))
+    spread, most = _STANDARD_ERRORS * means.error, _TOLERANCES * means.allowed
+    off = (means.difference - means.allowed).clip(lower=spread - most)
+    if (off > 0).any():
+        *at, is_control, what = at_most = off.idxmax()
         now, was, allowed = means.loc[at_most, ["now", "was", "allowed"]]
         raise PrivlabError(
             f"{result.path}: the mean {what} in {', '.join(map(str, at))}{' (controls)' if is_control else ''} is "
-            f"{now:.3f} now, and the result says {was:.3f}. They may differ by {allowed:g}."
+            f"{now:.3f} now, and the result says {was:.3f}. They may differ by {allowed:g}, and photograph by "
+            f"photograph by {most[at_most]:g} in two standard errors, which are {spread[at_most]:.3f}."
         )
     worst = means.xs("worst case", level="what").nlargest(1, "difference").iloc[0]
     attacked = again.loc[~again.attack.str.startswith(CONTROL)]

@@ -330,13 +330,14 @@ def test_an_attack_that_failed_on_every_photograph_knows_nothing(high: np.ndarra
 @pytest.mark.slow
 def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.ndarray) -> None:
     found = records(high.tolist(), [5.0] * 64)
-    own = result(tmp_path, "one", found, photographs=["bundled"])
+    found = found.loc[found.image_sha256.isin([*photographs("bundled")])]
+    own = result(tmp_path, "one", found)
     attack = entered(tmp_path, rows("their-attack", high.tolist(), external="theirs"))
     page = site_files([own, attack])["table.html"]
     folder = "privlab benchmark submit experiments/benchmark/cards"
     assert f"{folder}/one.toml\n" in page
     assert f"{folder}/attack.toml --images FOLDER\n" in page
-    foreign = result(tmp_path, "one", found.assign(weights="file:x"), photographs=["bundled"])
+    foreign = result(tmp_path, "one", found.assign(weights="file:x"))
     page = site_files([foreign])["table.html"]
     assert f"{folder}/one.toml --weights FILE\n" in page
     assert "verify experiments/benchmark/results/one.json --weights FILE\n" in page
