@@ -221,11 +221,7 @@ class Measurement:
         return found
 
     def records(self) -> pd.DataFrame:
-        """Return the records of the defense in all its `cases`, whose errors this passes on.
-
-        Raises:
-            PrivlabError: if the photographs do not fit.
-        """
+        """Return the records of the defense in all its `cases`, whose errors this passes on."""
         measured = [
             self._run(case, self._with_draws(case, setting), part)
             for case, setting in self.cases()

@@ -43,11 +43,7 @@ _LEFT, _WIDTH, _TOP, _HEIGHT, _LINE = 225, 310, 30, 150, 14
 
 
 def write_site(results: Iterable[Result], out: Path) -> list[Path]:
-    """Write the page and the feeds of the entries' results into a folder, and return the paths.
-
-    Raises:
-        PrivlabError: if a file cannot be written.
-    """
+    """Write the page and the feeds of the entries' results into a folder, and return the paths."""
     found = site_files(results)
     style, script = (_hash_of(found["table.html"], tag) for tag in ("style", "script"))
     policy = f"default-src 'none'; img-src data:; style-src {style}; script-src {script}; base-uri 'none'; form-action"

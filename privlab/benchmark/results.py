@@ -241,11 +241,7 @@ def _cryptography() -> tuple[Any, Any]:
 
 
 def read_result(path: Path) -> Result:
-    """Read a result file and check its form, version and signature.
-
-    Raises:
-        PrivlabError: if it cannot be read, lacks a field, has another version, or was edited by hand.
-    """
+    """Read a result file; raise PrivlabError if it lacks a field, has another version, or was edited by hand."""
     return parse_result(read_text(path, "result"), path)
 
 

@@ -363,19 +363,19 @@ def _standing(result: Result, theirs: Sequence[Result]) -> Standing:
     worth = result.data.get("utility")
     if worth is not None and worth < of.least_kept:
         flags.append(f"{COST}: {worth:.3f} is kept, and a rank needs {of.least_kept:g}")
-    listed, hidden = _halves(result.rows, of, own["leakiest"])
-    low, high = hidden["low"], listed["high"]
-    if low is not None and high is not None and low > high:  # beyond both intervals
-        unlisted = f"{hidden['mean']:.1f} [{low:.1f}, {hidden['high']:.1f}]"
+    listed, hidden = halves(result.rows, of, own["leakiest"])
+    if leaks_more(listed, hidden):
+        unlisted = f"{hidden['mean']:.1f} [{hidden['low']:.1f}, {hidden['high']:.1f}]"
         flags.append(f"{HIDDEN}: {unlisted}, the listed one {listed['mean']:.1f}")
-    listed_photographs = sum(len(photographs(part)) for part in of.photographs)
+    on_list = {sha256 for part in of.photographs for sha256 in photographs(part)}
     knowing, few = _knowing(theirs, card), ""
-    if whole["images"] < listed_photographs:
-        few = f"{whole['images']} of {listed_photographs}"
+    if whole["images"] < len(on_list):
+        few = f"{whole['images']} of {len(on_list)}"
     elif knowing and not own["known_by"]:  # the score rests on those that entered
-        covered = max(each.rows_on(card.name).image_sha256.nunique() for each in knowing)
-        if covered < listed_photographs:
-            few = f"{covered} of {listed_photographs} by an attack that knows the defense"
+        seen_by = [each.rows_on(card.name).query("setting != 'a' and status == 'ok'") for each in knowing]
+        covered = max(len(on_list & {*rows.image_sha256[~_controls(rows)]}) for rows in seen_by)
+        if covered < len(on_list):
+            few = f"{covered} of {len(on_list)} by an attack that knows the defense"
     flags += [f"{FEW}: {few}"] if few else []
     utility = ""
     if stated := card.utility:
@@ -432,8 +432,11 @@ def _rows_on(name: str, attack: Result) -> pd.DataFrame:
     rows = attack.rows_on(name)
     if not attack.data.get("public_sha256"):
         return rows
-    control = rows.attack.str.startswith(CONTROL)
-    return rows.assign(attack=rows.attack.mask(control, rows.attack + f" of {attack.card.name}"))
+    return rows.assign(attack=rows.attack.mask(_controls(rows), rows.attack + f" of {attack.card.name}"))
+
+
+def _controls(rows: pd.DataFrame) -> pd.Series:
+    return rows.attack.str.startswith(CONTROL)
 
 
 def _named_by_file(records: pd.DataFrame, of: Track) -> pd.DataFrame:
@@ -443,8 +446,9 @@ def _named_by_file(records: pd.DataFrame, of: Track) -> pd.DataFrame:
     that a stronger one reached. Files count in which it was run on as many photographs as in any other.
     """
     leaks = sign_of(of.lead) * records[of.lead].clip(upper=highest(of))
-    attacked = (records.setting != "a") & ~records.attack.str.startswith(CONTROL)
-    runs = records.assign(leaks=leaks).loc[attacked].groupby(["case", "attack", "file"])
+    attacked = (records.setting != "a") & ~_controls(records)
+    is_listed = ~records.image_sha256.isin(photographs("hidden"))
+    runs = records.assign(leaks=leaks).loc[attacked & is_listed].groupby(["case", "attack", "file"])
     runs = runs.agg(mean=("leaks", "mean"), images=("image_sha256", "nunique"))
     whole = runs.loc[runs.images == runs.groupby(["case", "attack"]).images.transform("max")]
     most = whole.sort_values("mean").groupby(["case", "attack"]).tail(1).index
@@ -453,7 +457,12 @@ def _named_by_file(records: pd.DataFrame, of: Track) -> pd.DataFrame:
     return records.assign(attack=named).drop(columns="file")
 
 
-def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Worst, Worst]:
+def leaks_more(listed: Worst, hidden: Worst) -> bool:
+    """Return whether the hidden half leaks more than the listed one, beyond both intervals."""
+    return hidden["low"] is not None and listed["high"] is not None and hidden["low"] > listed["high"]
+
+
+def halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Worst, Worst]:
     """Return the worst case of the listed photographs and of the hidden ones, in one case, over the track's attacks."""
     if not rows.image_sha256.isin(photographs("hidden")).any():
         return NOTHING, NOTHING

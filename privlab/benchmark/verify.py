@@ -20,7 +20,7 @@ from privlab.benchmark.form import Judged
 from privlab.benchmark.measure import Measurement, Photographs, case_label, score_columns
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, defense_entries, from_rows, read_result, to_rows
-from privlab.benchmark.rule import UNRELIABLE, check_concluded, conclude, concluding, knowing
+from privlab.benchmark.rule import UNRELIABLE, check_concluded, conclude, concluding, halves, knowing, leaks_more
 from privlab.benchmark.server import measure_checks
 from privlab.benchmark.submit import checks_of, worth_of
 from privlab.benchmark.tracks import BUNDLED, photographs
@@ -39,7 +39,7 @@ _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
 
 _ABOVE_SHARE = 0.05
-"""How far a mean over all draws that is not the score may be off, as a share of what leaks; undefended, twice that."""
+"""How far a mean worst case may be off, as a share of what leaks; that of an attack that is not the leakiest, twice."""
 
 _STANDARD_ERRORS, _TOLERANCES = 2.0, 2.0
 """By how many standard errors of the difference a mean may be off, and how many tolerances that is at most."""
@@ -158,10 +158,7 @@ def _check_stated(result: Result, card: Card, how: Photographs, chance: random.R
 
 
 def _check_same(result: Result, name: str, now: Any, hint: str = "", *, least: float = -1.0) -> None:  # noqa: ANN401
-    """Raise PrivlabError if something that a result says is another thing now.
-
-    What a release is worth may be close, and must be on the same side of the `least` for a rank.
-    """
+    """Raise PrivlabError if a result says something else; a number may be close, on the same side of `least`."""
     said = result.data.get(name)
     same = said == now
     if isinstance(said, int | float) and isinstance(now, float):
@@ -312,7 +309,7 @@ def _relaxed(means: pd.DataFrame) -> pd.DataFrame:
     """Return means of which some may be off by a share of what the leakiest attack has above the leakiest control.
 
     Where a weaker attack alone finds an image, its search may end elsewhere: that concerns the worst case, and attacks
-    that do not leak most, also undefended. Both halves of the photographs are compared by worst cases: there the
+    that do not leak most. Both halves of the photographs are compared by worst cases: there the
     tolerance stays.
     """
     halves = means.index.get_level_values("case").str.endswith("hidden half").any()
@@ -320,7 +317,7 @@ def _relaxed(means: pd.DataFrame) -> pd.DataFrame:
         *where, control, what = at
         leader = what if what == "worst case" else what.partition(" of ")[0] + _LEAKIEST
         if not control and not what.endswith(_LEAKIEST):
-            share = _ABOVE_SHARE * (1 + where[-1].endswith(", undefended"))
+            share = _ABOVE_SHARE * (1 if what == "worst case" else 2)
             above = means.now[(*where, False, leader)] - means.now[(*where, True, leader)]
             means.loc[at, "allowed"] = max(means.allowed[at], share * above)
     return means
@@ -336,6 +333,10 @@ def _check_alike(result: Result, again: pd.DataFrame) -> None:
     now = from_rows(to_rows(again))
     was = before.merge(now[[*_PLACE, "draw", *by[:-2]]])
     found, said = (_decisive(result.concluding(conclude(result.card, rows)).judged) for rows in (now, was))
+    if result.card.kind == "defense":
+        case = str(said[f"leakiest of {result.card.name}"])
+        for each, rows in ((found, now), (said, was)):
+            each["whether the hidden half leaks more"] = leaks_more(*halves(rows, result.card.of, case))
     for name in (name for name in said if said[name] != found[name]):
         raise PrivlabError(f"{result.path}: {name} is {found[name]} by rows measured now, {said[name]} by the file's.")
 

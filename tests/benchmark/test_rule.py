@@ -204,6 +204,17 @@ def test_flags_are_those_of_the_rows_of_all_attacks(
     assert after.known_by == ("their-attack",)
 
 
+def test_hidden_photographs_are_none_of_those_that_are_listed(tmp_path: Path, high: np.ndarray) -> None:
+    """An attack that was run on the hidden half in place of listed photographs does not cover the track."""
+    own = result(tmp_path, "one", pd.concat([rows("april", [5.0] * 64), rows("control:mean", [10.0] * 64)]))
+    hidden = dict(zip(IMAGES[14:], photographs("hidden"), strict=False))
+    theirs = rows("their-attack", high.tolist())
+    elsewhere = theirs.assign(image_sha256=theirs.image_sha256.replace(hidden))
+    reasons = standings([own, entered(tmp_path, elsewhere)])[0].unreliable
+    assert reasons[-1] == "few photographs: 14 of 64 by an attack that knows the defense"
+    assert standings([own, entered(tmp_path, theirs)])[0].unreliable == ()
+
+
 def test_an_attack_whose_class_is_not_here_may_show_that_a_defense_holds(tmp_path: Path) -> None:
     mirrored = dict.fromkeys(MIRRORED.values(), 0.0)
     control = [rows("control:mean", [12.0 + i % 3 for i in range(64)], setting) for setting in "ac"]

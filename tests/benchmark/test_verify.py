@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.results import PACKAGE, Result, from_rows, read_result, to_rows, write_result
 from privlab.benchmark.rule import conclude
 from privlab.benchmark.tracks import TrackCase, photographs
-from privlab.benchmark.verify import _beside, _means, _measured_again, _relaxed, verify
+from privlab.benchmark.verify import _beside, _check_alike, _means, _measured_again, _relaxed, verify
 from privlab.evaluation import CONTROL
 
 SIGN = PACKAGE / "results/gradients-sign.json"
@@ -279,7 +280,7 @@ def test_a_weak_attack_that_knows_the_defense_is_compared_alone(
     """Another one leaks more. If the one that knows the defense leaks as much, the entry has a rank."""
 
     def april_raised(rows: DataFrame) -> DataFrame:
-        rows.loc[(rows.attack == "april") & (rows.geometry == "reassembled") & (rows.setting == "c"), "psnr"] += 3.0
+        rows.loc[(rows.attack == "april") & (rows.geometry == "reassembled") & (rows.setting == "c"), "psnr"] += 8.0
         return rows
 
     path = forged(tmp_path / "r.json", PACKAGE / "results/gradients-jigsaw.json", april_raised)
@@ -317,6 +318,19 @@ def test_the_halves_of_the_photographs_are_compared_separately() -> None:
     means = _means(_beside(rows, shifted, read_result(SIGN).card), read_result(SIGN).card)
     assert means.difference["one step", False, LEAKIEST] == pytest.approx(1, abs=0.3)
     assert means.difference["one step, hidden half", False, LEAKIEST] == pytest.approx(1, abs=0.3)
+
+
+def test_a_hidden_half_that_leaks_more_is_compared() -> None:
+    """It takes a rank, and the rule does not conclude it from the listed photographs."""
+    result = read_result(SIGN)
+    hidden = dict(zip(photographs("public"), photographs("hidden"), strict=True))
+    rows = result.rows.assign(image_sha256=result.rows.image_sha256.replace(hidden))
+    attacked = rows.image_sha256.isin([*hidden.values()]) & ~rows.attack.str.startswith(CONTROL)
+    more = rows.assign(psnr=rows.psnr + 5.0 * attacked)
+    file = replace(result, data={**result.data, "rows": to_rows(rows)})
+    _check_alike(file, rows)
+    with pytest.raises(PrivlabError, match="hidden half leaks more"):
+        _check_alike(file, more)
 
 
 def test_photographs_that_the_file_does_not_name_are_measured_again(tmp_path: Path) -> None:
