@@ -305,29 +305,31 @@ def _mean(scores: pd.DataFrame, **by: Any) -> pd.DataFrame:  # noqa: ANN401
     return groups.agg({"now": "mean", "was": "mean", "error": "sem"})
 
 
-def _relaxed(means: pd.DataFrame) -> pd.DataFrame:
+def _relaxed(means: pd.DataFrame, both: pd.DataFrame, before: pd.DataFrame, card: Card) -> pd.DataFrame:
     """Return means of which some may be off by a share of what the leakiest attack has above the leakiest control.
 
-    Where a weaker attack alone finds an image, its search may end elsewhere: that concerns the worst case, and attacks
-    that do not leak most. Both halves of the photographs are compared by worst cases: there the
-    tolerance stays.
+    Where a weaker attack alone finds an image, its search may end elsewhere: that concerns attacks that do not leak
+    most, and the worst case over all draws. By worst cases two cases of a track are compared, and both halves of the
+    photographs: there the tolerance stays.
     """
-    halves = means.index.get_level_values("case").str.endswith("hidden half").any()
-    for at in means.index if not halves else ():
+    if card.of.lead not in DECIBELS or before.image_sha256.isin(photographs("hidden")).any():
+        return means
+    drawn = both.loc[(both.setting == "c") & ~both.attack.str.startswith(CONTROL), "draw"].nunique()
+    whole = card.of.cases[0].name if card.kind == "defense" and len(card.of.cases) == 1 and drawn > 1 else None
+    for at in means.index:
         *where, control, what = at
         leader = what if what == "worst case" else what.partition(" of ")[0] + _LEAKIEST
-        if not control and not what.endswith(_LEAKIEST):
-            share = _ABOVE_SHARE * (1 if what == "worst case" else 2)
+        if not control and not what.endswith(_LEAKIEST) and (what != "worst case" or where[-1] == whole):
             above = means.now[(*where, False, leader)] - means.now[(*where, True, leader)]
-            means.loc[at, "allowed"] = max(means.allowed[at], share * above)
+            means.loc[at, "allowed"] = max(means.allowed[at], _ABOVE_SHARE * above * (1 + (what != "worst case")))
     return means
 
 
 def _check_alike(result: Result, again: pd.DataFrame) -> None:
     """Raise PrivlabError if rows that are measured now let the rule conclude otherwise, or rows of an attack differ."""
     before, by = result.rows, [name for name in ("entry", "case", "attack") if name in again]
-    alike = [name for name in _STATED if name not in ("image", "batch", "batch_images", "label_origin", "status")]
-    rows = before[[*by, *alike]].assign(beyond_range=before.beyond_range.notna())
+    settings = [name for name in _STATED if name not in ("image", "batch", "batch_images", "label_origin", "status")]
+    rows = before[[*by, *settings]].assign(beyond_range=before.beyond_range.notna())
     if several := [name for name, most in rows.groupby(by).nunique(dropna=False).max().items() if most > 1]:
         raise PrivlabError(f"{result.path}: rows of one attack in one case state several values of {several[0]}.")
     now = from_rows(to_rows(again))
@@ -372,7 +374,7 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
                 f"{str(said)[:100]!r}."
             )
     _check_alike(result, again)
-    means = _relaxed(_means(both, card, _singly(result)))
+    means = _relaxed(_means(both, card, _singly(result)), both, before, card)
     spread, most = _STANDARD_ERRORS * means.error, _TOLERANCES * means.allowed
     off = (means.difference - means.allowed).clip(lower=spread - most)
     if (off > 0).any():
