@@ -93,10 +93,8 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
     verdict = min(verdicts, key=lambda each: WORDS.index(each.word))
     known_by = [name for name in facts.attacks(case) if facts.defenses[case] and facts.knows(name, case)]
     reached = scored.reached.loc[(scored.reached.metric == of.lead) & (scored.reached.case == case)]
-    flags: list[str] = []
-    for flag in red_flags(facts):
-        head = ELSEWHERE if known_by and flag.head == NO_ADAPTIVE else flag.head
-        flags.append(f"{head}: {'; '.join(flag.items)}")
+    heads = {NO_ADAPTIVE: ELSEWHERE} if known_by else {}
+    flags = [f"{heads.get(flag.head, flag.head)}: {'; '.join(flag.items)}" for flag in red_flags(facts)]
     median, worst_image = _extremes(scored, case, of)
     return Judged(
         known_by=sorted(known_by),
@@ -304,16 +302,13 @@ def standings(results: Iterable[Result], *, again: bool = False) -> list[Standin
             warn_left_out(result.path, error)
         given.extend(own for own in of_package() if own.entry == result.entry and own.path != result.path)
     kept = {} if again else {(row.track, row.name): row for row in concluded_rows()}
+    attacks = [each for each in given if each.card.kind == "attack"]
     rows: list[Standing] = []
     for result in given:
         card = result.card
         if card.kind == "attack":
             continue
-        entered = [
-            each
-            for each in given
-            if each.card.kind == "attack" and each.card.track == card.track and card.name in each.judged
-        ]
+        entered = [each for each in attacks if each.card.track == card.track and card.name in each.judged]
         row = kept.get((card.track, card.name))
         if row is not None and row.external_by == _names(entered) and {result, *entered} <= {*of_package()}:
             rows.append(replace(row, result=result, entered=entered))
@@ -463,11 +458,16 @@ def leaks_more(listed: Worst, hidden: Worst) -> bool:
 
 
 def halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Worst, Worst]:
-    """Return the worst case of the listed photographs and of the hidden ones, in one case, over the track's attacks."""
+    """Return the worst case of the listed photographs and of the hidden ones, in one case, over the track's attacks.
+
+    Args:
+        rows: those of a defense by the attacks of its track.
+        of: its track.
+        case: the name of the case.
+    """
     if not rows.image_sha256.isin(photographs("hidden")).any():
         return NOTHING, NOTHING
-    listed, hidden = (worst_cases(rows, of, hidden=half).get(case, NOTHING) for half in (False, True))
-    return listed, hidden
+    return worst_cases(rows, of).get(case, NOTHING), worst_cases(rows, of, hidden=True).get(case, NOTHING)
 
 
 def _judged_anew(own: Judged, records: pd.DataFrame, card: Card, theirs: Sequence[Result]) -> Judged:
@@ -486,13 +486,12 @@ def _judged_anew(own: Judged, records: pd.DataFrame, card: Card, theirs: Sequenc
 def rank(rows: Sequence[Standing]) -> list[Standing]:
     """Return the rows with their ranks within each track, and marked where another one is better in both respects."""
     able = [row for row in rows if row.known_by and not row.unreliable and row.score is not None]
-    done = []
+    ranked = []
     for row in rows:
-        place = None
-        if row in able:
-            place = 1 + sum(_of(other) < _of(row) for other in able if other.track == row.track)
-        done.append(replace(row, rank=place, dominated=any(_dominates(other, row) for other in rows)))
-    return done
+        less = sum(_of(other) < _of(row) for other in able if other.track == row.track)
+        dominated = any(_dominates(other, row) for other in rows)
+        ranked.append(replace(row, rank=1 + less if row in able else None, dominated=dominated))
+    return ranked
 
 
 def _of(row: Standing) -> float:

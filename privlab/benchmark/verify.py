@@ -320,7 +320,7 @@ def _relaxed(means: pd.DataFrame, both: pd.DataFrame, before: pd.DataFrame, card
         *where, control, what = at
         leader = what if what == "worst case" else what.partition(" of ")[0] + _LEAKIEST
         if not control and not what.endswith(_LEAKIEST) and (what != "worst case" or where[-1] == whole):
-            above = means.now[(*where, False, leader)] - means.now[(*where, True, leader)]
+            above = means.now[(*where, False, leader)] - means.now.get((*where, True, leader), math.inf)
             means.loc[at, "allowed"] = max(means.allowed[at], _ABOVE_SHARE * above * (1 + (what != "worst case")))
     return means
 
