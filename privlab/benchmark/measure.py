@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -222,12 +222,13 @@ class Measurement:
 
     def records(self) -> pd.DataFrame:
         """Return the records of the defense in all its `cases`, whose errors this passes on."""
-        measured = [
-            self._run(case, self._with_draws(case, setting), part)
-            for case, setting in self.cases()
-            for part in self.how.parts
-        ]
-        return _scored(pd.concat(measured, ignore_index=True), self.card.of)
+        return pd.concat([self.records_of(*each) for each in self.cases()], ignore_index=True)
+
+    def records_of(self, case: TrackCase, setting: str) -> pd.DataFrame:
+        """Return the records of one of the `cases`, of all photographs and draws."""
+        spec = self._with_draws(case, setting)
+        rows = pd.concat([self._run(case, spec, part) for part in self.how.parts], ignore_index=True)
+        return _scored(rows, self.card.of)
 
     def run_with_pictures(self, row: Mapping[str, Any]) -> Path:
         """Return the run directory whose strips show what one attack made of the bundled photographs in one draw.
@@ -244,24 +245,6 @@ class Measurement:
         self._run(case, spec, BUNDLED)
         (name,) = (name for name, (_, counted) in _runs(spec, BUNDLED).items() if row["image_sha256"] in counted)
         return self._directory(spec, name)
-
-    def again(self, case: TrackCase, setting: str, draws: Collection[int]) -> pd.DataFrame:
-        """Return the records of some draws and all photographs, with the controls, which a result has of draw 0 alone.
-
-        Args:
-            case: the case of the track, one of `cases`.
-            setting: "a" or "c".
-            draws: the numbers of the draws, from 0.
-        """
-        attacks = dict.fromkeys(draws, self.attacks_on(case, setting))
-        if 0 not in attacks:  # the controls do not depend on the attack: one of the track's is enough for them
-            attacks[0] = replace(self, attacks=None).attacks_on(case, setting)[:1]
-        found: list[pd.DataFrame] = []
-        for number, used in attacks.items():
-            spec = replace(self.specification(case, setting, used), draw=number)
-            rows = pd.concat([self._run(case, spec, part) for part in self.how.parts], ignore_index=True)
-            found.append(rows if number in draws else rows.loc[rows.attack.str.startswith(CONTROL)])
-        return _scored(pd.concat(found, ignore_index=True), self.card.of)
 
     def _with_draws(self, case: TrackCase, setting: str) -> Case:
         spec = self.specification(case, setting, self.attacks_on(case, setting))

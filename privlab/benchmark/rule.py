@@ -1,10 +1,10 @@
 """The rule: a defense is ranked by the best single attack that ever entered, in the mean over photographs and draws.
 
 Its worst case, the leakiest score of each photograph over all attacks and draws, is shown next to this score. No
-adversary can choose as the worst case does, and more draws raise it by chance: it ranks nothing. It says in which case
-of the track most leaks, and the score is that of this case. A defense has a rank only if some attack knows every part
-of it there, all photographs of the public half were attacked, and nothing makes the entry unreliable. An attack knowing
-the defense in another case could only raise the score.
+adversary can choose as the worst case does, and more draws raise it by chance: it ranks nothing. The score is that of
+the case of the track in which it is highest. A defense has a rank only if some attack knows every part of it there, all
+photographs of the public half were attacked, and nothing makes the entry unreliable. An attack knowing the defense in
+another case could only raise the score.
 """
 
 import json
@@ -87,7 +87,7 @@ def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(
     scored, facts = Scored(numbered, of.metrics), Facts(numbered, names, of.metrics, knowing=knowing)
     defended, images = _defended(names), numbered.groupby("case").image_sha256.nunique()
     worst = _means(scored, names, of, WORST)
-    leakiest = leakiest_of(worst, of)
+    leakiest = leakiest_of(_means(scored, names, of, SINGLE), of)
     case = names.index(leakiest) if leakiest else -1  # a number that no case has
     verdicts = [verdict for verdict in verdicts_of(facts) if verdict.label in defended]
     verdict = min(verdicts, key=lambda each: WORDS.index(each.word))
@@ -177,10 +177,13 @@ def _means(scored: Scored, names: Sequence[str], of: Track, which: str) -> dict[
     return means
 
 
-def leakiest_of(worst: Mapping[str, Worst], of: Track) -> str:
-    """Return the name of the case that leaks most; an empty one where no case has a score."""
-    means = {name: score["mean"] for name, score in worst.items() if score["mean"] is not None}
-    return max(means, key=lambda name: sign_of(of.lead) * means[name], default="")
+def leakiest_of(means: Mapping[str, Worst], of: Track) -> str:
+    """Return the name of the case that leaks most; an empty one where no case has a score.
+
+    Of cases that differ by rounding alone, to a tenth of a decibel, it is the first.
+    """
+    leaks = {name: sign_of(of.lead) * each["mean"] for name, each in means.items() if each["mean"] is not None}
+    return max(leaks, key=lambda name: round(leaks[name], 1), default="")
 
 
 def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Verification: a result's signature and versions, what its rows give, and draws of them that are measured again."""
+"""Verification: a result's signature and versions, what its rows give, and rows that are measured again."""
 
 import json
 import math
@@ -69,9 +69,9 @@ class Verified:
 
     `rows` is the number of its rows, `measured` how many of these were measured again, `confirmed` how many of those
     agree within `tolerance`, one by one, and `share` the share of all rows that is confirmed. `difference` is the
-    largest of a mean worst case, over the cases, and `allowed` how large that one may be. `draws` names the draws of
-    each case, which follow from `seed`; `photographs` are the parts. `signer` is the key whose signature was checked,
-    or None. `plugin` says whether code of the file was run.
+    largest of a mean worst case, over the cases, and `allowed` how large that one may be. `photographs` are the parts,
+    and `seed` is that of the checks of admission. `signer` is the key whose signature was checked, or None. `plugin`
+    says whether code of the file was run.
     """
 
     name: str
@@ -85,7 +85,6 @@ class Verified:
     tolerance: float
     photographs: tuple[str, ...]
     seed: int
-    draws: dict[str, list[int]]
     signer: str | None
     plugin: bool
 
@@ -93,15 +92,14 @@ class Verified:
 def verify(
     path: Path, *, seed: int | None = None, folder: str | None = None, weights: str = "auto", public: str | None = None
 ) -> Verified:
-    """Check a result file, conclude from its rows again, measure a draw of each case again, and compare.
+    """Check a result file, conclude from its rows again, measure all cases and draws again, and compare.
 
     What the file concludes (`judged`, the checks of admission, what the release is worth, the draws) is derived again:
-    a file whose conclusions were edited fails, whatever its hash says. Nothing in the file decides which draw is
-    measured again.
+    a file whose conclusions were edited fails, whatever its hash says.
 
     Args:
         path: the result file.
-        seed: chooses the draw of each case and seeds admission; None, as it should be, for a random one.
+        seed: seeds admission; None, as it should be, for a random one.
         folder: the photographs that are not bundled, so that all parts of the result are measured; None for no others.
         weights: the file of a victim that is not in the package.
         public: the folder of the adversary's own photographs, where the result was submitted with one.
@@ -138,7 +136,7 @@ def verify(
         else:
             own = "The adversary's own photographs are others: give their folder by --public."
             _check_same(result, "public_sha256", how.public_sha256(), own)
-            again = pd.concat(_measured_again(result, card, how, chance), ignore_index=True)
+            again = pd.concat(_measured_again(result, card, how), ignore_index=True)
         if admission_last:
             _check_stated(result, card, how, chance)
         return _compared(result, again, card, parts, seed)
@@ -167,55 +165,39 @@ def _check_same(result: Result, name: str, now: Any, hint: str = "", *, least: f
         raise PrivlabError(f"{result.path}: {name} is {now} now, and the file says {said}. {hint}".rstrip())
 
 
-def _measured_again(result: Result, card: Card, how: Photographs, chance: random.Random) -> Iterator[pd.DataFrame]:
-    """Yield the records of a draw of each case: of the entry, or of each defense that an attack was run on."""
+def _measured_again(result: Result, card: Card, how: Photographs) -> Iterator[pd.DataFrame]:
+    """Yield the records of each case: of the entry, or of each defense that an attack was run on."""
     if card.kind == "defense":
-        yield from _drawn(result, Measurement(card, how), result.rows, chance)
+        yield from _all_draws(result, Measurement(card, how), result.rows)
         return
     with tempfile.TemporaryDirectory() as runs:  # where what is undefended is measured once for all defenses
         for target in defense_entries(card.track, sorted(result.data["judged"])):
             own = Measurement(target, how, Path(runs), instances(card))
-            for rows in _drawn(result, own, result.rows_on(target.name), chance):
+            for rows in _all_draws(result, own, result.rows_on(target.name)):
                 yield rows.assign(entry=target.name)
 
 
-def _drawn(result: Result, own: Measurement, before: pd.DataFrame, chance: random.Random) -> Iterator[pd.DataFrame]:
-    """Yield the records of each case of a defense, in a draw that is drawn here, or in all draws.
-
-    A search may end elsewhere on a photograph, by rounding alone. Where the mean of a draw is off, the mean over all
-    draws decides, of which the result concludes.
-    """
-    expected = {case_label(*each) for each in own.cases()}
-    if wrong := sorted(expected ^ {*map(str, before.case)}):
-        raise PrivlabError(
-            f"{result.path}: the cases of the entry are {sorted(expected)}. Found a difference in {wrong}."
-        )
-    for case, setting in own.cases():
-        label = case_label(case, setting)
-        draws = own.card.draws if setting == "c" else 1
-        rows, of_case = own.again(case, setting, [chance.randrange(draws)]), before.loc[before.case == label]
-        _check_draws(result, of_case, rows, draws)
-        means = _means(_beside(rows, of_case, own.card), own.card, _singly(result))
-        if draws > 1 and (means.difference > means.tolerance).any():
-            rows = own.again(case, setting, range(draws))
+def _all_draws(result: Result, own: Measurement, before: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Yield the records of each case of a defense; one draw that is made up would decide which case leaks most."""
+    cases = {case_label(*each): each for each in own.cases()}
+    if wrong := sorted({*cases} ^ {*map(str, before.case)}):
+        raise PrivlabError(f"{result.path}: the cases of the entry are {[*cases]}. Found a difference in {wrong}.")
+    for label, each in cases.items():
+        rows = own.records_of(*each)
+        _check_draws(result, before.loc[before.case == label], rows)
         yield rows
 
 
-def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame, draws: int | None = None) -> None:
+def _check_draws(result: Result, before: pd.DataFrame, again: pd.DataFrame) -> None:
     """Raise PrivlabError if a case lacks a row of an attack or a control, or has another one.
 
     Every photograph of the file's parts has the attacks, the geometries and the draws that one has which was measured.
-    An attack has that number of `draws`, or those of `again`, and a control has one.
     """
     expected = again[[*_PLACE, "draw"]]
     if result.card.of.photographs:
         images = {*again.image_sha256}.union(*map(photographs, result.parts))
         expected = expected.drop(columns="image_sha256").drop_duplicates()
         expected = expected.merge(pd.DataFrame({"image_sha256": sorted(images)}), how="cross")[[*_PLACE, "draw"]]
-    if draws is not None:
-        of_draw = ~expected.attack.str.startswith(CONTROL)
-        drawn = expected[of_draw].drop(columns="draw").merge(pd.DataFrame({"draw": range(draws)}), how="cross")
-        expected = pd.concat([expected[~of_draw], drawn])
     needed, found = ({*rows[[*_PLACE, "draw"]].itertuples(index=False, name=None)} for rows in (expected, before))
     if needed != found or len(before) != len(found):
         raise PrivlabError(
@@ -309,8 +291,8 @@ def _relaxed(means: pd.DataFrame, both: pd.DataFrame, before: pd.DataFrame, card
     """Return means of which some may be off by a share of what the leakiest attack has above the leakiest control.
 
     Where a weaker attack alone finds an image, its search may end elsewhere: that concerns attacks that do not leak
-    most, and the worst case over all draws. By worst cases two cases of a track are compared, and both halves of the
-    photographs: there the tolerance stays.
+    most, and the worst case over several draws, on tracks of one case. By worst cases both halves of the photographs
+    are compared: there the tolerance stays.
     """
     if card.of.lead not in DECIBELS or before.image_sha256.isin(photographs("hidden")).any():
         return means
@@ -386,8 +368,6 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
             f"photograph by {most[at_most]:g} in two standard errors, which are {spread[at_most]:.3f}."
         )
     worst = means.xs("worst case", level="what").nlargest(1, "difference").iloc[0]
-    attacked = again.loc[~again.attack.str.startswith(CONTROL)]
-    labels = attacked.entry + ", " + attacked.case if "entry" in attacked else attacked.case
     return Verified(
         name=card.name,
         track=card.track,
@@ -400,7 +380,6 @@ def _compared(result: Result, again: pd.DataFrame, card: Card, parts: tuple[str,
         tolerance=tolerance,
         photographs=parts if card.of.photographs else (),
         seed=seed,
-        draws={str(label): sorted({*map(int, draws)}) for label, draws in attacked.groupby(labels).draw},
         signer=result.signer,
         plugin=bool(result.data["plugin"]),
     )

@@ -172,17 +172,15 @@ def _say_confinement(plugin: str | bool | None) -> None:
 @benchmark.command()
 @click.argument("result", type=PATH)
 @click.option("--images", help="Folder with ImageNet's samples, to measure all photographs of the result again.")
-@click.option(
-    "--seed", type=FROM_ZERO, help="Chooses what is measured again, to repeat a verification.  [default: random]"
-)
+@click.option("--seed", type=FROM_ZERO, help="Seeds the checks of admission.  [default: random]")
 @_PUBLIC
 @_WEIGHTS
 @common
 def verify(result: Path, images: str | None, seed: int | None, public: str | None, weights: str, as_json: bool) -> None:
     """Check the hash and the versions of a RESULT, conclude from its rows, and measure a part of it again.
 
-    In every case one draw of all bundled photographs is measured, with --images of the others too; where a mean of it
-    is off, all draws are. This needs the file alone, and runs the plug-in that the file holds.
+    In every case all draws of the bundled photographs are measured, with --images of the others too. This needs the
+    file alone, and runs the plug-in that the file holds.
     """
     from privlab.benchmark import verify as verified
 
@@ -190,8 +188,8 @@ def verify(result: Path, images: str | None, seed: int | None, public: str | Non
         found = verified(result, seed=seed, folder=images, weights=weights, public=public)
     text = (
         f"{found.name} ({found.track}): {found.confirmed} of {found.rows} rows are confirmed ({found.share:.0%}); "
-        f"{found.measured} were measured again, in {sum(map(len, found.draws.values()))} draws of {len(found.draws)} "
-        f"cases (seed {found.seed}). Worst cases differ by at most {found.difference:g}; {found.allowed:g} is allowed."
+        f"{found.measured} were measured again (seed {found.seed}). Worst cases differ by at most "
+        f"{found.difference:g}; {found.allowed:g} is allowed."
     )
     _say_confinement(found.plugin)
     signed = f" The signature of {found.signer[:16]}… is right." if found.signer else ""

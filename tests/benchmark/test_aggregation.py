@@ -109,7 +109,7 @@ def test_the_rows_name_what_is_a_setting_of_the_clients(tmp_path: Path, monkeypa
     assert found.groupby("case").image_sha256.nunique().tolist() == [14] * 4
     assert len(found) == 4 * 14
     hashes = list(photographs("bundled"))
-    again = Measurement(card()).again(OF.cases[0], "c", [0])
+    again = Measurement(card()).records_of(OF.cases[0], "c")
     assert again.defense.tolist() == [AGGREGATION] * 14
     assert again.image_sha256.tolist() == hashes
 

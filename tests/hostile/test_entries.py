@@ -304,7 +304,7 @@ def test_every_call_of_a_measured_run_is_one_that_admission_makes_too(
         admitted, measuring = {*calls}, len(calls)
         own = Measurement(card, Photographs())
         for case, setting in own.cases():
-            own.again(case, setting, [0])
+            own.records_of(case, setting)
         worth_of(card, Photographs())
     measured = {*calls[measuring:]}
     assert {what for what, *_ in measured} == {"make", "release", "variance"}
