@@ -201,8 +201,8 @@ def parse_card(text: str, path: Path) -> Card:
         )
     if kind == "attack" and "+" in (uses := given.get("uses") or given["name"]):
         raise PrivlabError(f"{path}: an entry has one attack. Found {uses}: enter each of them separately.")
-    if (kind, track) == ("attack", CHECKED):
-        raise PrivlabError(f"{path}: the track '{CHECKED}' has a fixed list of manipulations and takes no attack.")
+    if kind == "attack" and track in (CHECKED, "weights"):
+        raise PrivlabError(f"{path}: the track '{track}' has a fixed list of attacks and takes no other one.")
     if "secret_bits" in given:
         given["secret_bits"] = float(given["secret_bits"])
     card = Card(**given, text=text, folder=path.parent)

@@ -318,11 +318,12 @@ def of_package() -> tuple[Result, ...]:
 
 
 def _check_replaces(before: Result, result: Result) -> None:
-    """Warn if a result replaces the package's own; two from elsewhere are an error."""
+    """Warn if a result replaces the package's own of its kind; two others of one name are an error."""
     entry = f"'{result.card.name}' of the track '{result.card.track}'"
-    if not before.path.is_relative_to(PACKAGE):
+    replaces = before.path.is_relative_to(PACKAGE) and not result.path.is_relative_to(PACKAGE)
+    if not replaces or before.card.kind != result.card.kind:
         raise PrivlabError(
-            f"'{before.path}' and '{result.path}' are results of the same entry, {entry}. Keep one of them."
+            f"'{before.path}' and '{result.path}' are results of the same entry, {entry}. Keep one, or rename one."
         )
     warn(
         f"{result.path} replaces the package's own result of {entry}. Give the entry another name to keep both.",

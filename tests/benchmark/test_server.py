@@ -209,7 +209,7 @@ def test_a_faithful_check_wins_and_one_that_refuses_honest_weights_has_no_rank(t
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (('"defense"', '"attack"'), "has a fixed list of manipulations and takes no attack"),
+        (('"defense"', '"attack"'), "has a fixed list of attacks and takes no other one"),
         (('"dishonest-server"', '"gradients"'), "acts on weights, which the track 'gradients' does not take"),
         (('part = "all"', 'part = "none"'), "part"),
     ],

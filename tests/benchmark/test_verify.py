@@ -13,7 +13,6 @@ import pytest
 from pandas import DataFrame, Series, concat
 
 from privlab.base import PrivlabError
-from privlab.benchmark.cards import Card
 from privlab.benchmark.measure import Measurement, Photographs, case_label
 from privlab.benchmark.results import PACKAGE, Result, from_rows, read_result, to_rows, write_result
 from privlab.benchmark.rule import conclude
@@ -252,7 +251,7 @@ def with_effort(rows: DataFrame) -> DataFrame:
         (elsewhere, "external is"),
         (undefended_rows, "defense is"),
         (with_effort, "effort is"),
-        (invented, "rows that were measured again agree"),
+        (invented, "rows measured again agree"),
         (weaker, "agree|mean worst case"),
         (stronger_controls, "agree|mean worst case"),
         (without_the_best, "lacks [1-9]"),
@@ -380,6 +379,35 @@ def test_a_made_up_draw_does_not_decide_in_which_case_most_leaks(
         verify(path)
 
 
+def test_the_worst_case_over_draws_is_compared(tmp_path: Path, measured: list[tuple[Any, ...]]) -> None:
+    """It is the highest of ten draws, and the means of these hardly fall with the three highest ones."""
+
+    def without_the_highest_draws(rows: DataFrame) -> DataFrame:
+        attacked = rows.loc[(rows.setting == "c") & ~rows.attack.str.startswith(CONTROL)]
+        highest = attacked.groupby(["image_sha256", "draw"]).psnr.max().groupby("image_sha256").nlargest(4)
+        fourth = highest.groupby(level=0).min()
+        rows.loc[attacked.index, "psnr"] = attacked.psnr.clip(upper=attacked.image_sha256.map(fourth))
+        return rows
+
+    source = PACKAGE / "results/gradients-binary-weights-10-releases.json"
+    with pytest.raises(PrivlabError, match="mean worst case"):
+        verify(forged(tmp_path / "r.json", source, without_the_highest_draws))
+
+
+def test_draws_of_a_photograph_are_no_photographs() -> None:
+    """The standard error of differences that are the same in all draws is that of one draw."""
+    result = read_result(SIGN)
+    rows = result.rows.loc[(result.rows.setting == "c") & ~result.rows.attack.str.startswith(CONTROL)]
+    shift = dict(zip(dict.fromkeys(rows.image_sha256), range(64), strict=True))
+    draws = concat([rows.assign(draw=draw) for draw in range(10)], ignore_index=True)
+    once, often = (
+        _means(_beside(each, each.assign(psnr=each.psnr + each.image_sha256.map(shift) / 64), result.card), result.card)
+        for each in (rows, draws)
+    )
+    assert (once.error > 0.03).any()
+    assert once.error.tolist() == pytest.approx(often.error.tolist(), nan_ok=True)
+
+
 @pytest.mark.parametrize("elsewhere", [1, 3])
 def test_a_search_may_end_elsewhere_on_one_photograph_of_one_draw(
     tmp_path: Path, measured: list[tuple[Any, ...]], cli: Callable[..., Any], elsewhere: int
@@ -400,46 +428,16 @@ def test_a_search_may_end_elsewhere_on_one_photograph_of_one_draw(
         assert "the mean psnr of" in found.error
 
 
-@pytest.mark.parametrize("allowed", [0.05, 0.01])
-def test_the_worst_case_may_be_off_by_a_share_of_what_it_has_above_the_controls(
-    tmp_path: Path,
-    measured: list[tuple[Any, ...]],
-    cli: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    allowed: float,
-) -> None:
-    """In 7 of 140 pairs of draw and photograph `april` alone finds the image; its search may end elsewhere there."""
-    monkeypatch.setattr(importlib.import_module("privlab.benchmark.verify"), "_ABOVE_SHARE", allowed)
-
-    def april_ends_elsewhere(rows: DataFrame) -> DataFrame:
-        attacked = rows.loc[(rows.setting == "c") & rows.image_sha256.isin([*photographs("bundled")])]
-        place = [attacked.draw, attacked.image_sha256]
-        others = attacked.psnr.where(attacked.attack != "april").groupby(place).transform("max")
-        alone = attacked.index[(attacked.attack == "april") & (attacked.psnr > others + 10)]
-        rows.loc[alone, "psnr"] = others[alone]
-        return rows
-
-    path = forged(tmp_path / "r.json", PACKAGE / "results/gradients-jigsaw.json", april_ends_elsewhere)
-    found = cli("benchmark", "verify", path)
-    if allowed > 0.01:
-        assert "were measured again" in found.out
-    else:
-        assert "the mean worst case in one step" in found.error
-
-
-def test_the_worst_case_may_be_off_by_more_only_over_all_draws_and_not_for_the_hidden_half() -> None:
-    """By worst cases the cases of a track are compared, and the halves of the photographs: there nothing is relaxed."""
+def test_only_attacks_that_do_not_leak_most_may_be_off_by_more() -> None:
+    """Their searches may end elsewhere; with the hidden half nothing is relaxed."""
     result = read_result(PACKAGE / "results/gradients-jigsaw.json")
     rows = result.rows.loc[result.rows.image_sha256.isin([*photographs("bundled")])]
-
-    def allowed(rows: DataFrame, card: Card = result.card, of: DataFrame = rows) -> float:
-        both = _beside(rows, rows, result.card)
-        return float(_relaxed(_means(both, result.card), both, of, card).allowed["one step", False, "worst case"])
-
-    assert allowed(rows) > 1.8
-    assert allowed(rows.loc[(rows.draw == 0) | rows.attack.str.startswith(CONTROL)]) == 0.5
-    assert allowed(rows, of=rows.assign(image_sha256=next(iter(photographs("hidden"))))) == 0.5
-    assert allowed(rows, replace(result.card, track="updates")) == 0.5
+    means = _means(_beside(rows, rows, result.card), result.card, frozenset({"april"}))
+    listed = _relaxed(means.copy(), rows, result.card).allowed["one step", False]
+    hidden = rows.assign(image_sha256=next(iter(photographs("hidden"))))
+    assert listed["psnr of april"] > 3
+    assert listed["worst case"] == listed[LEAKIEST] == 0.5
+    assert _relaxed(means.copy(), hidden, result.card).allowed["one step", False]["psnr of april"] == 0.5
 
 
 def spread(values: Series, least: float, most: float) -> Series:
