@@ -36,6 +36,9 @@ TEMPLATES = (*KINDS, "check")
 CHECKED = "dishonest-server"
 """The track whose entries are checks of the weights that a server sent, or defenses of what is released then."""
 
+FIXED_ATTACKS = (CHECKED, "weights")
+"""The tracks that take no other attacks than their own."""
+
 KEY = "model-key"
 """What a card of the track `weights` uses: `privlab.keys`, which is not a class of defense."""
 
@@ -201,7 +204,7 @@ def parse_card(text: str, path: Path) -> Card:
         )
     if kind == "attack" and "+" in (uses := given.get("uses") or given["name"]):
         raise PrivlabError(f"{path}: an entry has one attack. Found {uses}: enter each of them separately.")
-    if kind == "attack" and track in (CHECKED, "weights"):
+    if kind == "attack" and track in FIXED_ATTACKS:
         raise PrivlabError(f"{path}: the track '{track}' has a fixed list of attacks and takes no other one.")
     if "secret_bits" in given:
         given["secret_bits"] = float(given["secret_bits"])

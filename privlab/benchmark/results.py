@@ -304,8 +304,7 @@ def entries(folders: Sequence[Path] = ()) -> list[Result]:
     found: dict[tuple[str, str], Result] = {}
     for results in (of_package(), *map(entries_of, folders)):
         for result in results:
-            before = found.get(result.entry)
-            if before is not None and before.path.resolve() != result.path.resolve():
+            if (before := found.get(result.entry)) and before.path.resolve() != result.path.resolve():
                 _check_replaces(before, result)
             found[result.entry] = result
     return list(found.values())
@@ -325,9 +324,7 @@ def _check_replaces(before: Result, result: Result) -> None:
         raise PrivlabError(
             f"'{before.path}' and '{result.path}' are results of the same entry, {entry}. Keep one, or rename one."
         )
-    warn(
-        f"{result.path} replaces the package's own result of {entry}. Give the entry another name to keep both.",
-    )
+    warn(f"{result.path} replaces the package's own result of {entry}. Give the entry another name to keep both.")
 
 
 def entries_of(folder: Path) -> Iterator[Result]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from privlab.base import PrivlabError, collect_warnings, draw_for, versions
-from privlab.benchmark.cards import CHECKED, UNDEFENDED, Card, instances
+from privlab.benchmark.cards import CHECKED, FIXED_ATTACKS, UNDEFENDED, Card, instances
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
 from privlab.benchmark.measure import PUBLIC_LIMIT, Measurement, Photographs
 from privlab.benchmark.page import pictures
@@ -134,7 +134,7 @@ def checks_of(card: Card, weights: str, chance: random.Random | None = None) -> 
     """
     if card.kind == "defense":
         check_claims(card, weights)
-    if card.track in ("weights", CHECKED) or card.reconstructions or card.releases:
+    if card.track in FIXED_ATTACKS or card.reconstructions or card.releases:
         return ()
     found: list[Check] = []
     own_victim = card.of.victim(card.victim_name)

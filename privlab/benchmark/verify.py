@@ -273,7 +273,7 @@ def _means(both: pd.DataFrame, card: Card, singly: frozenset[str] = frozenset())
     tolerance = means.index.get_level_values("what").map(allowed).to_series(index=means.index)
     drawn = means.index.droplevel(["control", "what"]).map(both.groupby(case[:-1], dropna=False).draw.nunique())
     by_error = (_STANDARD_ERRORS * means.error).where(drawn == 1).fillna(0.0).clip(tolerance, _TOLERANCES * tolerance)
-    return means.assign(difference=difference, tolerance=tolerance, allowed=by_error)
+    return means.assign(difference=difference, allowed=by_error)
 
 
 def _singly(result: Result) -> frozenset[str]:

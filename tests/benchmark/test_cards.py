@@ -125,6 +125,7 @@ def test_a_card_that_lies_about_its_class_is_refused(change: Callable[[str], str
             lambda t: t.replace("defense", "attack").replace('uses = "', 'uses = "" #').replace('"pruning"', '"a+b"'),
             "has one attack",
         ),
+        (lambda t: t.replace("defense", "attack").replace('"gradients"', '"weights"'), "takes no other one"),
     ],
 )
 def test_a_card_with_a_mistake_is_refused(change: Callable[[str], str], said: str) -> None:
