@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from privlab import cli
 from privlab.base.streams import CLOSED, OutputClosed, Stream, end_streams
 from privlab.cli.common import print_json, print_table
 
@@ -119,6 +121,25 @@ def test_output_on_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     assert quiet.write("a message\n") == 10
     os.close(number)
     os.close(quiet.fileno())
+
+
+def test_a_warning_by_torch_of_its_own_code_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def status(arguments: list[str]) -> int:
+        for each in (FutureWarning("`torch.jit.script` is deprecated."), FutureWarning("of another library")):
+            warnings.warn(each, stacklevel=1)
+        return 3
+
+    for name, stub in {
+        "prepare_streams": lambda: None,
+        "_status": status,
+        "end_streams": lambda status: status,
+    }.items():
+        monkeypatch.setattr(cli, name, stub)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit, match="3"):
+            cli.main()
+    assert [str(each.message) for each in shown] == ["of another library"]
 
 
 def privlab(*arguments: object, more: dict[str, str], **streams_: Any) -> subprocess.CompletedProcess[bytes]:
