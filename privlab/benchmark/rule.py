@@ -180,10 +180,10 @@ def _means(scored: Scored, names: Sequence[str], of: Track, which: str) -> dict[
 def leakiest_of(means: Mapping[str, Worst], of: Track) -> str:
     """Return the name of the case that leaks most; an empty one where no case has a score.
 
-    Of cases that differ by rounding alone, to a tenth of a decibel, it is the first.
+    It is the first of those within a tenth of a decibel of the highest score, as their order may differ by rounding.
     """
     leaks = {name: sign_of(of.lead) * each["mean"] for name, each in means.items() if each["mean"] is not None}
-    return max(leaks, key=lambda name: round(leaks[name], 1), default="")
+    return next((name for name, each in leaks.items() if each >= max(leaks.values()) - 0.1), "")
 
 
 def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from privlab.benchmark.page import (
     write_site,
 )
 from privlab.benchmark.results import FORMAT, Result, entries, to_rows, write_result
-from privlab.benchmark.rule import HIDDEN, conclude, judge, standings, worst_of
+from privlab.benchmark.rule import HIDDEN, conclude, judge, leakiest_of, standings, worst_of
 from privlab.benchmark.tracks import photographs, track
 from privlab.defenses import GradientNoise
 from privlab.metrics import MIRRORED
@@ -146,6 +146,17 @@ def test_of_several_draws_the_worst_counts(high: np.ndarray) -> None:
     once = records(high.tolist(), [5.0] * 64)
     more = rows("patch-gradient-adaptive", (high + 2).tolist(), draw=1)
     assert worst_of(judge(pd.concat([once, more]), OF))["mean"] == pytest.approx((high + 2).mean())
+
+
+def test_the_leakiest_case_is_the_first_of_those_that_differ_by_rounding() -> None:
+    def leakiest(**means: float | None) -> str:
+        return leakiest_of(
+            {n: {"mean": each, "low": None, "high": None, "images": 64} for n, each in means.items()}, OF
+        )
+
+    assert leakiest(first=32.44, second=32.48) == leakiest(first=32.46, second=32.44) == "first"
+    assert leakiest(first=32.3, second=32.48, third=32.5) == leakiest(first=None, second=5.0) == "second"
+    assert leakiest(first=None) == leakiest() == ""
 
 
 def test_the_score_is_that_of_one_attack_in_the_mean_over_draws(tmp_path: Path, high: np.ndarray) -> None:
