@@ -167,6 +167,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401
 def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
     """Return the records that `to_rows` wrote."""
     found: dict[str, pd.Series] = {}
+    texts = {"case", "entry", *(each.name for each in COLUMNS if each.type == pa.string())}
     for name, column in given["columns"].items():
         _check_column(name, column, given["count"])
         values = column.get("each", [])
@@ -176,14 +177,13 @@ def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
             values = [column["of"][code] for code in column["codes"]]
         is_text = "each" not in column and isinstance(column.get("all", ""), str | None)
         is_text = is_text and column.get("all") not in _INFINITE
-        stated = COLUMNS.field(name).type if name in COLUMNS.names else None
-        if stated is not None and set(values) != {None} and is_text != (stated == pa.string()):
+        if set(values) != {None} and is_text != (name in texts):
             raise PrivlabError(f"The column {name!r} of a result holds values of another type.")
         if not is_text:
             found[name] = pd.Series([math.nan if value is None else float(value) for value in values])
         else:
-            texts = pd.Series(values)
-            found[name] = texts.astype(object).where(texts.notna(), None)
+            stated = pd.Series(values)
+            found[name] = stated.astype(object).where(stated.notna(), None)
     return pd.DataFrame(found)
 
 

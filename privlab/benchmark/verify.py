@@ -33,7 +33,7 @@ _COMPARED_DB = 60.0
 """PSNR in dB above which two scores count as the same: they measure rounding, which differs between machines."""
 
 _APART = 0.02
-"""How far what a release is worth may be from the first time: rounding may turn the class of a photograph or so."""
+"""How far what a release is worth, or a metric that does not rank, may be from the first time, by rounding."""
 
 _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
@@ -316,7 +316,7 @@ def _check_alike(result: Result, again: pd.DataFrame) -> None:
     was = before.merge(now[[*_PLACE, "draw", *by[:-2]]])
     found, said = (_decisive(result.concluding(conclude(result.card, rows)).judged) for rows in (now, was))
     if result.card.kind == "defense":
-        case = str(said[f"leakiest of {result.card.name}"])
+        case = result.judged[result.card.name]["leakiest"]
         for each, rows in ((found, now), (said, was)):
             each["whether the hidden half leaks more"] = leaks_more(*halves(rows, result.card.of, case))
     for name in (name for name in said if said[name] != found[name]):
@@ -324,10 +324,10 @@ def _check_alike(result: Result, again: pd.DataFrame) -> None:
 
 
 def _decisive(judged: Mapping[str, Judged]) -> dict[str, Any]:
-    """Return what ranks depend on: of each entry the leakiest case, who knows it, the verdict, and grave flags."""
+    """Return what ranks depend on besides scores: of each entry who knows it, the verdict, and grave flags."""
     found: dict[str, Any] = {}
     for entry, each in judged.items():
-        found |= {f"{name} of {entry}": each[name] for name in ("leakiest", "known_by", "verdict")}
+        found |= {f"{name} of {entry}": each[name] for name in ("known_by", "verdict")}
         found[f"flags of {entry}"] = sorted(UNRELIABLE.intersection(flag.partition(":")[0] for flag in each["flags"]))
     return found
 

@@ -72,6 +72,16 @@ def test_rows_of_other_lengths_are_refused() -> None:
         from_rows(given)
 
 
+@pytest.mark.parametrize(
+    ("column", "value"), [("psnr", "nan"), ("patches_read", "nan"), ("case", 1.0), ("attack", 1.0)]
+)
+def test_a_column_with_values_of_another_type_is_refused(column: str, value: str | float) -> None:
+    given = to_rows(RECORDS)
+    given["columns"][column] = {"all": value}
+    with pytest.raises(PrivlabError, match=f"{column}.*another type"):
+        from_rows(given)
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     written = write_result(contents(), tmp_path / "r.json")
     assert read_result(tmp_path / "r.json").data == written.data
