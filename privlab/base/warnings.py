@@ -26,17 +26,15 @@ def warn(message: str) -> None:
 
 @contextmanager
 def collect_warnings(messages: list[str]) -> Iterator[None]:
-    """Add privlab's warnings to `messages`, each once; hand all others on."""
-    foreign = []
+    """Add privlab's warnings to `messages`, each once; hand all others on, except torch's about its own code."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", PrivlabWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit", FutureWarning)  # torch's own, of its first forward derivative
         try:
             yield
         finally:
-            for entry in caught:
-                if not issubclass(entry.category, PrivlabWarning):
-                    foreign.append(entry)
-                elif str(entry.message) not in messages:
-                    messages.append(str(entry.message))
-    for entry in foreign:
-        warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
+            own = [str(entry.message) for entry in caught if issubclass(entry.category, PrivlabWarning)]
+            messages.extend([each for each in dict.fromkeys(own) if each not in messages])
+    for entry in caught:
+        if not issubclass(entry.category, PrivlabWarning):
+            warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)

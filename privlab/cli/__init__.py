@@ -3,7 +3,6 @@
 import logging
 import sys
 import traceback
-import warnings
 from collections import ChainMap
 
 import click
@@ -33,7 +32,6 @@ def main() -> None:
     """
     prepare_streams()
     logging.getLogger("matplotlib").addHandler(logging.NullHandler())  # it reports each home that it cannot write to
-    warnings.filterwarnings("ignore", r"`torch\.jit", FutureWarning)  # torch's own, of its first forward derivative
     sys.exit(end_streams(_status(sys.argv[1:])))
 
 

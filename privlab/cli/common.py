@@ -67,7 +67,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of a name."""
         command = super().get_command(ctx, cmd_name)
-        if command and (lines := EXAMPLES.get(f"{ctx.command_path} {cmd_name}".partition(" ")[2])):
+        lines = EXAMPLES.get(f"{ctx.command_path} {cmd_name}".partition(" ")[2])
+        if command is not None and lines is not None:
             command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
         return command
 
@@ -139,7 +140,8 @@ def begun_directory(spec: "Case", what: str, *, overwrite: bool) -> Path | None:
     """
     from privlab.runs import unfinished
 
-    if begun := None if overwrite else unfinished(Path("runs"), spec):
+    begun = None if overwrite else unfinished(Path("runs"), spec)
+    if begun is not None:
         err.print(f"Continuing the unfinished {what} '{begun}'; --overwrite starts a new one.", markup=False)
     return begun
 

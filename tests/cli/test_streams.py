@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from privlab import cli
+from privlab.base import collect_warnings, warn
 from privlab.base.streams import CLOSED, OutputClosed, Stream, end_streams
 from privlab.cli.common import print_json, print_table
 
@@ -123,22 +123,16 @@ def test_output_on_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     os.close(quiet.fileno())
 
 
-def test_a_warning_by_torch_of_its_own_code_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def status(arguments: list[str]) -> int:
-        for each in (FutureWarning("`torch.jit.script` is deprecated."), FutureWarning("of another library")):
-            warnings.warn(each, stacklevel=1)
-        return 3
-
-    for name, stub in {
-        "prepare_streams": lambda: None,
-        "_status": status,
-        "end_streams": lambda status: status,
-    }.items():
-        monkeypatch.setattr(cli, name, stub)
+def test_privlab_s_warnings_are_collected_and_those_of_others_shown_except_torch_s_of_its_own_code() -> None:
+    messages: list[str] = ["told before"]
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        with pytest.raises(SystemExit, match="3"):
-            cli.main()
+        with collect_warnings(messages):
+            for text in ("told before", "new", "new"):
+                warn(text)
+            for each in (FutureWarning("`torch.jit.script` is deprecated."), FutureWarning("of another library")):
+                warnings.warn(each, stacklevel=1)
+    assert messages == ["told before", "new"]
     assert [str(each.message) for each in shown] == ["of another library"]
 
 
