@@ -2,9 +2,9 @@
 
 Its worst case, the leakiest score of each photograph over all attacks and draws, is shown next to this score. No
 adversary can choose as the worst case does, and more draws raise it by chance: it ranks nothing. The score is that of
-the case of the track in which it is highest. A defense has a rank only if some attack knows every part of it there, all
-photographs of the public half were attacked, and nothing makes the entry unreliable. An attack knowing the defense in
-another case could only raise the score.
+the first case of the track within a tenth of a decibel of the highest one. A defense has a rank only if some attack
+knows every part of it there, all photographs of the public half were attacked, and nothing makes the entry unreliable.
+An attack knowing the defense in another case could hardly lower the score.
 """
 
 import json
@@ -183,7 +183,7 @@ def leakiest_of(means: Mapping[str, Worst], of: Track) -> str:
     It is the first of those within a tenth of a decibel of the highest score, as their order may differ by rounding.
     """
     leaks = {name: sign_of(of.lead) * each["mean"] for name, each in means.items() if each["mean"] is not None}
-    return next((name for name, each in leaks.items() if each >= max(leaks.values()) - 0.1), "")
+    return next((name for name, leak in leaks.items() if leak >= max(leaks.values()) - 0.1), "")
 
 
 def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:

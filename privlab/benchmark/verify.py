@@ -33,7 +33,7 @@ _COMPARED_DB = 60.0
 """PSNR in dB above which two scores count as the same: they measure rounding, which differs between machines."""
 
 _APART = 0.02
-"""How far what a release is worth, or a metric that does not rank, may be from the first time, by rounding."""
+"""How far what a release keeps, or a metric that does not rank, may differ from the file by rounding."""
 
 _AGREE = 0.9
 """The least share of the rows measured again that must agree one by one: a few end at rounding, and may move more."""
@@ -250,8 +250,8 @@ def _means(both: pd.DataFrame, card: Card, singly: frozenset[str] = frozenset())
     """Return the mean leakage of each case `now` and in the file (`was`), their `difference`, and what is `allowed`.
 
     In a single draw, a difference within two standard errors (`error`, photograph by photograph) is none, up to twice
-    the `tolerance`. The rows are the mean worst case, over attacks and draws as the table has it, and by each metric
-    the mean of the leakiest attack: by the lead metric this is the score, and the verdict follows from all of them.
+    the track's tolerance. The rows are the mean worst case, over attacks and draws as the table has it, and by each
+    metric the mean of the leakiest attack: by the lead metric this is the score, and all of them make the verdict.
     Controls have separate rows, and so has each attack that `singly` names.
     """
     control = both.attack.str.startswith(CONTROL).rename("control")
