@@ -124,15 +124,15 @@ def test_output_on_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_privlab_s_warnings_are_collected_and_those_of_others_shown_except_torch_s_of_its_own_code() -> None:
-    messages: list[str] = ["told before"]
+    messages: list[str] = ["old"]
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         with collect_warnings(messages):
-            for text in ("told before", "new", "new"):
+            for text in ("old", "new", "new"):
                 warn(text)
             for each in (FutureWarning("`torch.jit.script` is deprecated."), FutureWarning("of another library")):
                 warnings.warn(each, stacklevel=1)
-    assert messages == ["told before", "new"]
+    assert messages == ["old", "new"]
     assert [str(each.message) for each in shown] == ["of another library"]
 
 
